@@ -27,13 +27,13 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
 
     Returns:
         `tokens [B]`, whose values are remote: `input_ids`, `token_mask`, `generation_logprobs` and,
-        if the engine streams, `weight_versions`, as in `RemoteCompletions.tokens`, with 0 at tokens
-        that the policy did not generate. Local columns: `input_lengths [B]`; `sample_mask [B]`;
-        `rewards [B]`; `truncated [B]`; `rollout_lengths [B]`, the number of tokens after the
-        prompt, including those of the environment; `num_turns [B]` and `written_lengths [B]`, the
-        number of the policy's tokens, if an environment answered; and `reward_components [B, R]` if
-        it returned several rewards. Rollouts of this process have local columns instead of
-        `tokens`.
+        in asynchronous training, `weight_versions`, as in `RemoteCompletions.tokens`, with 0 at
+        tokens that the policy did not generate. Local columns: `input_lengths [B]`;
+        `sample_mask [B]`; `rewards [B]`; `truncated [B]`; `rollout_lengths [B]`, the number of
+        tokens after the prompt, including those of the environment; `num_turns [B]` and
+        `written_lengths [B]`, the number of the policy's tokens, if an environment answered; and
+        `reward_components [B, R]` if it returned several rewards. Rollouts of this process have
+        local columns instead of `tokens`.
 
     Raises:
         RewardError: If the rollouts differ in how many rewards they have, or one could not be
@@ -67,7 +67,7 @@ def with_logprobs_of(policy: PolicyInterface, rollouts: Sequence[Rollout]) -> Re
     lengths = torch.from_numpy(completions.input_lengths)
     batch = BatchedDataDict({"tokens": completions.tokens, "input_lengths": lengths}).fetched()
     batch["sample_mask"] = torch.ones(len(lengths))
-    tokens = {name: batch[name] for name in ("input_ids", "token_mask")}
+    tokens = {name: batch[name] for name in batch if name not in ("input_lengths", "sample_mask")}
     logprobs = policy.get_logprobs(batch)["logprobs"]
     tokens["generation_logprobs"] = zero_masked(logprobs, tokens["token_mask"])
     block = RemoteRows.of_blocks([InProcess(as_block(tokens))], [len(lengths)])

@@ -152,6 +152,7 @@ class RolloutEngine(ABC):
 
     Attributes:
         has_logprobs: Whether the engine has returned logprobs with all completions so far.
+        weight_version: Version of the engine's weights to record for the tokens of `run`, if any.
     """
 
     def __init__(self, generation: GenerationInterface, tokenizer: Any, *, seed: int) -> None:
@@ -162,6 +163,7 @@ class RolloutEngine(ABC):
         self._tokenizer = tokenizer
         self._seed = seed
         self.has_logprobs = True
+        self.weight_version: int | None = None
 
     @abstractmethod
     def episode(self, prompt: Prompt, index: RolloutIndex) -> Episode:
@@ -255,6 +257,7 @@ class SingleTurnRollouts(RolloutEngine):
             greedy=greedy,
             releases_memory=releases_memory,
             discards_weights=discards_weights,
+            weight_version=self.weight_version,
         )
         self.has_logprobs &= completions.has_logprobs
         return RemoteRollouts(

@@ -85,7 +85,9 @@ class MultiTurnRollouts(RolloutEngine):
             self._generation.prepare_for_generation()
         while live := [each for each in episodes if not each.is_over]:
             requests = joined_requests([each.request() for each in live])
-            completions = self._generation.complete(requests, greedy=greedy)
+            completions = self._generation.complete(
+                requests, greedy=greedy, weight_version=self.weight_version
+            )
             self.has_logprobs &= completions.has_logprobs
             for episode, result in zip(live, results_of(completions), strict=True):
                 episode.add_completion(result)

@@ -120,7 +120,7 @@ class RemoteCompletion(Completion):
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
-        """`[L]` versions if the engine streams, else empty."""
+        """`[L]` versions in asynchronous training, else empty."""
         if "weight_versions" not in self._source.tokens:
             return ()
         versions = self._source.token_values(self._index, "weight_versions")

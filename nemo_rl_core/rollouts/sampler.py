@@ -1,6 +1,6 @@
 """Sampling and scoring of one model, which training and evaluation share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +21,8 @@ from nemo_rl_core.environments.interfaces import (
 from nemo_rl_core.environments.post_processing import HOOK, post_process
 from nemo_rl_core.models.generation.custom import CustomEngineAdapter
 from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.interfaces import GenerationInterface
+from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.rollouts.batch import (
     refuse_too_many_failures,
     rewards_of,
@@ -94,14 +96,14 @@ class Sampler(AbstractContextManager["Sampler"]):
         scorer: Scorer to use instead of the environment in the settings.
         reward_model: Model for an environment `reward_model` that names none.
         gate: Bounds of the engine's proofs.
-        generation: A running engine; by default one is started.
+        generation: A running or custom engine; by default one is started.
 
     Attributes:
         environment: Environment that answers the policy's turns; None for single-turn rollouts.
         scores_on_a_gpu: Whether a model scores on one of the trainer's GPUs.
     """
 
-    _engine_class: ClassVar[type[Generation]] = Generation
+    _engine_class: ClassVar[Callable[..., Generation]] = Generation
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         scorer: Scorer | None = None,
         reward_model: Path | None = None,
         gate: GateConfig | None = None,
-        generation: Generation | CustomEngineAdapter | None = None,
+        generation: GenerationInterface | CustomPolicyAdapter | None = None,
     ) -> None:
         self.tokenizer = load_tokenizer(model_folder)
         own_engines = () if generation else settings.generation.dedicated_bundles
@@ -125,18 +127,21 @@ class Sampler(AbstractContextManager["Sampler"]):
         if isinstance(self._scorer, EnvironmentScorer):
             self.environment = self._scorer.environment
         self.scores_on_a_gpu = scorer is None and scores_on_a_gpu(session, settings)
-        self.generation = generation or self._engine_class(
-            session,
-            GenerationSetup(
-                model_folder=model_folder,
-                config=settings.generation,
-                max_model_len=settings.max_prompt_tokens + settings.max_rollout_tokens,
-                stop_token_ids=stop_token_ids(model_folder, self.tokenizer),
-                dtype=settings.dtype,
-                isolation=settings.isolation.generation,
-            ),
-            gate=gate,
+        setup = GenerationSetup(
+            model_folder=model_folder,
+            config=settings.generation,
+            max_model_len=settings.max_prompt_tokens + settings.max_rollout_tokens,
+            stop_token_ids=stop_token_ids(model_folder, self.tokenizer),
+            dtype=settings.dtype,
+            isolation=settings.isolation.generation,
         )
+        self.generation: Generation | CustomEngineAdapter
+        if generation is None:
+            self.generation = self._engine_class(session, setup, gate=gate)
+        elif isinstance(generation, Generation):
+            self.generation = generation
+        else:
+            self.generation = CustomEngineAdapter(generation, setup, gate=gate)
         self._max_failed_fraction = settings.rollouts.max_failed_fraction
         self.engine = self._rollout_engine(settings)
 

@@ -32,7 +32,7 @@ _TURN_POLL_SECONDS, _DRAW_POLL_SECONDS = 0.05, 0.25
 single turns, which are only scored. The engine must be free to compute and to take new weights."""
 _AWAITED_POLL_SECONDS = 0.001
 """Pause while a caller waits in `take`, so that it soon sees that the wait is over."""
-_CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 5.0
 _MAX_RESTARTS_IN_A_ROW = 2
 _FOREVER = float("inf")
 T = TypeVar("T")
@@ -235,10 +235,10 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         Waits only some seconds for an environment, or an engine, that hangs.
         """
         self._is_closed = True
-        if self._lock.acquire(timeout=_CLOSE_SECONDS):
+        if self._lock.acquire(timeout=CLOSE_SECONDS):
             self._lock.notify_all()
             self._lock.release()
-        self._thread.join(_CLOSE_SECONDS)
+        self._thread.join(CLOSE_SECONDS)
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,16 +1,32 @@
 """A sampler for a trainer that does not wait for its engine."""
 
+from typing import Any, cast
+
+from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.rollouts.stream import OnDraw, RolloutStream, no_more
 
 
-class StreamingSampler(Sampler):
-    """A `Sampler` whose engine keeps generating between calls."""
+def _engine(session: Any, setup: GenerationSetup, **options: Any) -> Generation:
+    """Starts an engine that takes requests at any time, if the backend has one."""
+    has_stream = isinstance(setup.config, VllmGenerationConfig)
+    return (StreamingGeneration if has_stream else Generation)(session, setup, **options)
 
-    _engine_class = StreamingGeneration
-    generation: StreamingGeneration
+
+class StreamingSampler(Sampler):
+    """A `Sampler` whose engine samples between calls, by itself or in a thread."""
+
+    _engine_class = staticmethod(_engine)
     _stream: RolloutStream | None = None
+
+    @property
+    def streaming(self) -> StreamingGeneration | None:
+        """The engine, if it takes requests at any time; None if it completes full batches."""
+        engine = self.generation
+        return cast("StreamingGeneration", engine) if hasattr(engine, "submit") else None
 
     def stream(
         self,
@@ -19,10 +35,11 @@ class StreamingSampler(Sampler):
         timeout_seconds: float | None = None,
         on_draw: OnDraw = no_more,
     ) -> RolloutStream:
-        """Opens a `RolloutStream`; there is one at a time."""
+        """Opens a `RolloutStream` of a streaming engine; there is one at a time."""
+        assert self.streaming is not None
         self._close_stream()
         self._stream = RolloutStream(
-            self.generation,
+            self.streaming,
             self.engine.episode,
             self.environment,
             seed=seed,

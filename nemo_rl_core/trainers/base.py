@@ -86,7 +86,6 @@ class BaseTrainer(ABC, Generic[S, C]):
         algorithm: Name of the algorithm and of its section; by default the name of the class in
             lower case without `Trainer`.
         settings_class: Class that `settings` is validated against.
-        refuses_custom: Reason why the algorithm accepts no custom part, by `policy` and `engine`.
         settings: The validated settings.
         model: Model that `fit` trains, if one was named.
         custom_functions: The custom loss and advantage.
@@ -100,7 +99,6 @@ class BaseTrainer(ABC, Generic[S, C]):
 
     algorithm: ClassVar[str]
     settings_class: ClassVar[type[TrainerSettings]]
-    refuses_custom: ClassVar[Mapping[str, str]] = {}
 
     settings: S
     policy: "Policy | CustomPolicyAdapter"
@@ -140,7 +138,6 @@ class BaseTrainer(ABC, Generic[S, C]):
         self._pretrained = settings if isinstance(settings, PretrainedPolicy) else None
         functions = {name: fn for name in FIELDS if (fn := overrides.pop(name, None)) is not None}
         self._custom = CustomParts.taken_from(settings, overrides, self.settings_class)
-        self._refuse_unfit(self._custom)
         session = session or (self._pretrained.cluster if self._pretrained else None)
         session = session or self._custom.session
         self._session = (
@@ -173,10 +170,6 @@ class BaseTrainer(ABC, Generic[S, C]):
     def _section_class(cls) -> Any:
         field = cls.settings_class.model_fields.get(cls.algorithm)
         return field.annotation if field else None
-
-    @classmethod
-    def _refuse_unfit(cls, parts: CustomParts) -> None:
-        parts.refuse_unfit(cls.refuses_custom, algorithm=cls.algorithm)
 
     def _policy_methods(self) -> dict[str, str]:
         """Returns the methods besides `train` that these settings call on a custom policy."""

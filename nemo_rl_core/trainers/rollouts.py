@@ -19,7 +19,6 @@ from nemo_rl_core.data.pretrained import (
     context_length,
     load_tokenizer,
     sampling_length,
-    stop_token_ids,
 )
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
@@ -29,9 +28,8 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import greedy_rollouts
 from nemo_rl_core.evals.metrics import accuracy_metrics
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.models.generation.custom import CustomEngineAdapter
 from nemo_rl_core.models.generation.engine import Generation
-from nemo_rl_core.models.interfaces import PolicyInterface
+from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.rollouts.batch import (
@@ -103,7 +101,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 scorer=spec.scorer,
                 reward_model=spec.reward_model,
                 gate=self.config.gate if isinstance(self.config, Gated) else None,
-                generation=self._custom_generation(spec),
+                generation=self._custom_engine,
             )
         )
         if self._custom.engine is None and isinstance(self.sampler.generation, Generation):
@@ -126,18 +124,11 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             )
         return policy
 
-    def _custom_generation(self, spec: RunSpec) -> Generation | CustomEngineAdapter | None:
-        """Returns a custom engine, or a custom policy that generates; None to start an engine."""
-        engine = self._custom.engine or (
-            self.policy if isinstance(self.policy, CustomPolicyAdapter) else None
-        )
-        if engine is None or isinstance(engine, Generation):
-            return engine
-        return CustomEngineAdapter(
-            engine,
-            self.settings.generation,
-            stop_token_ids=stop_token_ids(spec.start, load_tokenizer(spec.start)),
-        )
+    @property
+    def _custom_engine(self) -> GenerationInterface | CustomPolicyAdapter | None:
+        """A custom engine, or a custom policy that generates; None to start an engine."""
+        policy = self.policy if isinstance(self.policy, CustomPolicyAdapter) else None
+        return self._custom.engine or policy
 
     def _check_context(self, model_folder: Path) -> None:
         """Checks lengths before any worker starts; vLLM would fail a minute later, less clearly."""

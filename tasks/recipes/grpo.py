@@ -6,7 +6,6 @@ from nemo_rl_core.algorithms.grpo.config import (
     GRPOSchedule,
     GRPOSettings,
     refuse_overlong,
-    refuse_sampling_ahead,
 )
 from nemo_rl_core.config.environment import EnvironmentConfig, WeightedSum
 from nemo_rl_core.config.generation import refuse_for_training
@@ -49,7 +48,6 @@ class GRPORecipe(PipelineRecipe):
 def refuse_unfit(grpo: GRPOConfig, reward: EnvironmentConfig, recipe: PipelineRecipe) -> None:
     """Refuses settings of GRPO that do not fit its sampling and scoring."""
     refuse_for_training(recipe.generation)
-    refuse_sampling_ahead(grpo, recipe.generation)
     refuse_busy_judge_gpu(
         recipe.cluster, recipe.generation, reward, samples_ahead=grpo.asynchronous is not None
     )

@@ -13,7 +13,7 @@ import torch
 
 from nemo_rl_core import SFTTrainer
 from nemo_rl_core.backends import get_training_backend, register_training_backend
-from nemo_rl_core.backends.generation.base import _GENERATION_BACKENDS
+from nemo_rl_core.backends.generation.base import _GENERATION_BACKENDS, GenerationSetup
 from nemo_rl_core.backends.training.base import _TRAINING_BACKENDS, TrainingBackend
 from nemo_rl_core.config.generation import GENERATION_SECTIONS, VllmGenerationConfig
 from nemo_rl_core.config.training import TRAINING_SECTIONS
@@ -301,7 +301,8 @@ def test_a_custom_engine_is_asked_for_completions(model_folder: Path) -> None:
     names = {**COMMON, "load_custom_model": str}
     engine = run("004_L451", names)["CustomGeneration"]("llama2-7b", top_k=3)
     assert isinstance(engine, GenerationInterface)
-    adapter = CustomEngineAdapter(engine, VllmGenerationConfig(), stop_token_ids=(2,))
+    setup = GenerationSetup(model_folder, VllmGenerationConfig(), 64, stop_token_ids=(2,))
+    adapter = CustomEngineAdapter(engine, setup)
     adapter.prepare_for_generation()
     prompts = {"input_ids": torch.tensor([[1, 5]]), "input_lengths": torch.tensor([2])}
     with pytest.raises(DataError, match=r"CustomGeneration\.generate returned no batch"):

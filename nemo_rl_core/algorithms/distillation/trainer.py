@@ -1,16 +1,14 @@
 """On-policy distillation (GKD, arXiv:2306.13649): the student samples, the teacher scores."""
 
 import math
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import ClassVar, cast
+from typing import cast
 
 from nemo_rl_core.algorithms.distillation.config import DistillationConfig, DistillationSettings
 from nemo_rl_core.algorithms.distillation.loss import DistillationLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.custom import overrides
 from nemo_rl_core.rollouts.batch import failure_metrics, rollout_metrics
@@ -29,9 +27,6 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
 
     algorithm = "distillation"
     settings_class = DistillationSettings
-    refuses_custom: ClassVar[Mapping[str, str]] = {
-        "engine": "no step computes the student's logprobs, so nothing would check the engine",
-    }
 
     def _policy_methods(self) -> dict[str, str]:
         method = "get_reference_topk_logprobs"
@@ -60,15 +55,16 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
         super()._update_weights(sampler, last_step=last_step)
-        # A step does not compute the student's logprobs, so it has no gate. A custom policy has no
-        # engine to check.
+        # A step does not compute the student's logprobs, so it has no gate.
+        if self._custom.policy is not None and self._custom.engine is None:
+            return  # the student samples itself
         engine = sampler.generation
-        if isinstance(engine, Generation) and math.isnan(engine.prove(cast("Policy", self.policy))):
+        if math.isnan(engine.prove(cast("Policy", self.policy))):
             raise ConfigError(
                 f"the engine {engine.config.backend} returns no logprobs, and no step computes the "
                 "student's, so nothing would check the engine",
-                expected="a generation backend whose responses have logprobs",
-                fix="return dicts with token_ids and logprobs, or choose another backend",
+                expected="an engine that returns logprobs",
+                fix="return them, or choose another engine",
             )
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:

@@ -1,11 +1,12 @@
 """GRPO with an engine that samples while the model trains."""
 
+import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from math import ceil
-from typing import ClassVar, cast
+from dataclasses import dataclass, field
+from math import ceil, isnan, nan
+from typing import cast
 
 from torch import Tensor
 
@@ -14,16 +15,18 @@ from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.models.generation.streaming import StreamingGeneration
+from nemo_rl_core.errors import ConfigError, WorkerLostError
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.remote_compute import Computed
 from nemo_rl_core.rollouts.batch import valid_rollouts
+from nemo_rl_core.rollouts.batch_stream import BatchStream
 from nemo_rl_core.rollouts.sampler import Sampler
+from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.rollouts.streaming_sampler import StreamingSampler
-from nemo_rl_core.trainers.fit.custom import CustomParts
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.types import Prompt, Rollout
 
+_LOG = logging.getLogger(__name__)
 _UNEVEN_SHARE = 1.25
 """Largest number of a step's sequences for one engine, as a multiple of an equal share."""
 
@@ -44,23 +47,17 @@ class AsyncGRPOTrainer(GRPOTrainer):
     """Starts the rollouts of a step before the step begins.
 
     Steps train in order, on the same prompts as in `GRPOTrainer`; with `max_staleness: 0` the
-    weights are bitwise identical. Otherwise timing decides which weights draw which token. The
-    version of every token is recorded, and a replay of the records repeats the run bitwise.
+    weights are bitwise identical. Otherwise timing decides which weights of vLLM draw which token.
+    The version of every token is recorded, and a replay of the records repeats the run bitwise.
+
+    Engines other than vLLM complete one batch at a time, and take weights only between steps: the
+    same weights draw all tokens of a step, also in a second run.
     """
 
     sampler_class = StreamingSampler
-    refuses_custom: ClassVar[Mapping[str, str]] = {
-        "policy": "the engine samples while a training backend's workers train",
-        "engine": "it takes weights while it generates, as VllmGeneration does with "
-        "async_engine: true",
-    }
     samples_ahead = True
-
-    @classmethod
-    def _refuse_unfit(cls, custom: CustomParts) -> None:
-        if isinstance(custom.engine, StreamingGeneration):
-            custom = replace(custom, engine=None)
-        super()._refuse_unfit(custom)
+    _stream: RolloutStream | BatchStream
+    _agreement = nan  # of the engine and the policy, after the last transfer
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
@@ -74,13 +71,17 @@ class AsyncGRPOTrainer(GRPOTrainer):
             # model that scores on its GPU: gradients and caches were freed before the transfer.
             self._gpu_turn = threading.Lock()
             self._gpu_turn.acquire()
-            resources.callback(self._gpu_turn.release)
             self._sampled: dict[int, _SampledStep] = {}
-            self._stream = self.sampler.stream(
-                seed=self.settings.seed,
-                timeout_seconds=settings.step_timeout_seconds,
-                on_draw=self._score_draw,
-            )
+            if self.sampler.streaming is None:
+                stream = BatchStream(self._roll_out_ahead, self._score_draw, self._gpu_given_up)
+                self._stream = resources.enter_context(stream)
+            else:
+                self._stream = self.sampler.stream(
+                    seed=self.settings.seed,
+                    timeout_seconds=settings.step_timeout_seconds,
+                    on_draw=self._score_draw,
+                )
+            resources.callback(self._gpu_turn.release)
 
     def _sampler_settings(self) -> RolloutSettings:
         """Limits the concurrent sequences of each engine to its share of one step.
@@ -89,7 +90,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
         down those that the trainer waits for, and the engines would be idle later.
         """
         generation = self.settings.generation
-        assert isinstance(generation, VllmGenerationConfig)  # others were refused
+        if not isinstance(generation, VllmGenerationConfig):
+            return self.settings
         sequences, engines = self.config.num_sequences_per_step, generation.num_engines
         most = sequences if engines == 1 else ceil(_UNEVEN_SHARE * sequences / engines)
         limits = {"max_num_seqs": min(generation.max_num_seqs, most)}
@@ -107,25 +109,107 @@ class AsyncGRPOTrainer(GRPOTrainer):
         """
         if not isinstance(self.sampler, StreamingSampler):
             return super()._sample_rollouts(prompts)
-        engine, policy = self.sampler.generation, cast("Policy", self.policy)
-        version = self.step - 1
+        stream, engine = self._stream, self.sampler.streaming
+        if isinstance(stream, BatchStream) or engine is None:
+            return self._sample_batches(prompts)
+        policy, version = cast("Policy", self.policy), self.step - 1
         if self.step in self._sampled:
-            with self.timer.phase("rollout"), self._stream.exclusive():
-                self._begin_steps(next_version=version)
+            with self.timer.phase("rollout"), stream.exclusive():
+                self._begin_steps(stream, next_version=version)
                 engine.finish_first(self.step)
-        with self.timer.phase("sync"), self._stream.exclusive():
+        with self.timer.phase("sync"), stream.exclusive():
             engine.update_weights(policy, weight_version=version, checks_later=True)
         with self.timer.phase("rollout"):
-            self._begin_steps()
+            self._begin_steps(stream)
         with self.timer.phase("sync"):
             engine.check_update()  # while the engine samples
+            self._agreement = engine.agreement
             if self.sampler.scores_on_a_gpu:
                 self._release_policy()  # which the check has loaded again
         with self.timer.phase("rollout"), self._gpu_given_up():
-            self._stream.take(self.step)
+            stream.take(self.step)
         sampled = self._sampled.pop(self.step)
         self._environment_metrics += sampled.environment_metrics
         return sampled.draws.rollouts(), sampled.draws.metrics()
+
+    def _sample_batches(self, prompts: list[Prompt]) -> tuple[Sequence[Rollout], dict[str, float]]:
+        """Returns the step's rollouts, from an engine that completes one batch at a time.
+
+        The engine gets the weights of the step before, and samples the steps that `max_staleness`
+        now allows while this one is trained. The first step, and each step without staleness, is
+        sampled as in `GRPOTrainer`.
+        """
+        sampler, stream = self.sampler, self._stream
+        assert sampler is not None and isinstance(stream, BatchStream)
+        with self.timer.phase("rollout"):
+            if sampler.scores_on_a_gpu:
+                self._release_policy()
+            stream.finish()
+        sampler.engine.weight_version = self.step - 1
+        sampled = self._finished_step(stream)
+        if sampled is None:
+            rollouts, metrics = super()._sample_rollouts(prompts)
+        else:
+            with self.timer.phase("sync"):
+                self._update_weights(sampler, last_step=self.step - 1)
+            self._environment_metrics += sampled.environment_metrics
+            rollouts, metrics = sampled.draws.rollouts(), sampled.draws.metrics()
+        with self.timer.phase("rollout"):
+            self._begin_batches(stream)
+        return rollouts, metrics
+
+    def _finished_step(self, stream: BatchStream) -> _SampledStep | None:
+        """Returns the current step; None if it was not begun, or a worker was lost meanwhile."""
+        sampled = self._sampled.pop(self.step, None)
+        if sampled is not None:
+            try:
+                stream.take(self.step)
+            except WorkerLostError as lost:
+                _LOG.warning("%s; step %d is sampled again", lost.problem, self.step)
+                return None
+        return sampled
+
+    def _begin_batches(self, stream: BatchStream) -> None:
+        """Begins later steps with the current weights.
+
+        A custom policy samples and trains in this process, so it must sample first; so must an
+        engine without logprobs, which the policy computes before it is trained.
+        """
+        assert self.sampler is not None
+        while_training = isinstance(self.policy, Policy) and self.sampler.engine.has_logprobs
+        for step, prompts in self._steps_to_begin(first=self.step + 1):
+            stream.begin(prompts, step=step, while_training=while_training)
+        if not while_training and self.config.dynamic_sampling is not None:
+            stream.finish()  # further draws
+
+    def _roll_out_ahead(
+        self, prompts: Sequence[Prompt], *, step: int, first_group: int, while_training: bool
+    ) -> Sequence[Rollout]:
+        """Rolls out prompts of a later step; does not restart workers while the policy trains."""
+        sampler = self.sampler
+        assert sampler is not None
+        if not while_training:
+            self._release_policy()
+        sampler.generation.may_restart = not while_training
+        try:
+            rollouts = sampler.engine.run(
+                prompts,
+                num_generations_per_prompt=self._group_size,
+                step=step,
+                first_group=first_group,
+                releases_memory=True,
+            )
+        finally:
+            sampler.generation.may_restart = True
+        if sampler.engine.has_logprobs:
+            return rollouts
+        if while_training:
+            raise ConfigError(
+                f"the engine has returned no logprobs for some completions of step {step}",
+                expected="logprobs of all completions, as in the first step, or of none",
+                fix="return them always or never, or leave out asynchronous",
+            )
+        return self._with_policy_logprobs(rollouts)
 
     def _record(
         self, rollouts: Sequence[Rollout], *, advantages: Tensor | None = None
@@ -134,7 +218,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
 
         Afterwards, calls of the engine block until it has new weights and requests.
         """
-        if isinstance(self.sampler, StreamingSampler):
+        if self.sampler is not None and isinstance(self._stream, RolloutStream):
             self._stream.poll_soon()
         return super()._record(rollouts, advantages=advantages)
 
@@ -168,10 +252,19 @@ class AsyncGRPOTrainer(GRPOTrainer):
         return self._further_prompts(step=step, num_draws=sampled.draws.num_draws)
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
-        """Updates the weights before a validation; samples then continue with the new weights."""
+        """Updates the weights before a validation; samples then continue with the new weights.
+
+        An engine that completes batches gets all its weights here. Without staleness the gate of
+        each step checks it; otherwise the step has no tokens of the current weights.
+        """
         assert isinstance(sampler, StreamingSampler)
+        if sampler.streaming is None:
+            super()._update_weights(sampler, last_step=last_step)
+            if self._max_staleness:
+                self._agreement = sampler.generation.prove(cast("Policy", self.policy))
+            return
         with self._stream.exclusive():
-            sampler.generation.update_weights(cast("Policy", self.policy), weight_version=last_step)
+            sampler.streaming.update_weights(cast("Policy", self.policy), weight_version=last_step)
 
     def _validate(self) -> dict[str, float]:
         if self.sampler is None or not self._held_out:
@@ -179,21 +272,24 @@ class AsyncGRPOTrainer(GRPOTrainer):
         with self._stream.exclusive(with_environment=True):
             return super()._validate()
 
-    def _begin_steps(self, *, next_version: int | None = None) -> None:
+    def _begin_steps(self, stream: RolloutStream, *, next_version: int | None = None) -> None:
         """Requests all steps that may be sampled with the current weights, or with the next."""
-        first = max(self._last_begun + 1, self.step)
-        last = min(self.step + self._max_staleness, self._last_step)
-        for step in range(first, last + 1):
-            group_size = self.config.num_generations_per_prompt
-            prompts = self._batches.batch(step - 1)
-            self._sampled[step] = _SampledStep(self._new_draws(len(prompts)))
-            self._stream.begin(
+        for step, prompts in self._steps_to_begin(first=self.step):
+            stream.begin(
                 prompts,
-                num_generations_per_prompt=group_size,
+                num_generations_per_prompt=self._group_size,
                 step=step,
                 next_version=next_version,
             )
+
+    def _steps_to_begin(self, *, first: int) -> Iterator[tuple[int, list[Prompt]]]:
+        """Yields the steps that may be sampled with the current weights, with their prompts."""
+        last = min(self.step + self._max_staleness, self._last_step)
+        for step in range(max(self._last_begun + 1, first), last + 1):
+            prompts = self._batches.batch(step - 1)
+            self._sampled[step] = _SampledStep(self._new_draws(len(prompts)))
             self._last_begun = step
+            yield step, prompts
 
     def _checked_by_gate(
         self, data: BatchedDataDict, computed: Computed
@@ -205,6 +301,6 @@ class AsyncGRPOTrainer(GRPOTrainer):
         data, metrics = super()._checked_by_gate(data, computed)
         if not metrics["token_mult_prob_error"]:
             del metrics["token_mult_prob_error"]
-        if isinstance(self.sampler, StreamingSampler):
-            metrics["handover_mult_prob_error"] = self.sampler.generation.agreement
+        if not isnan(self._agreement):
+            metrics["handover_mult_prob_error"] = self._agreement
         return data, metrics

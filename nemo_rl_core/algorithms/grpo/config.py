@@ -36,11 +36,7 @@ from nemo_rl_core.algorithms.grpo.presets import with_preset
 from nemo_rl_core.config.algorithm import Algorithm
 from nemo_rl_core.config.base import FrozenConfig, kind_or
 from nemo_rl_core.config.functions import CustomAdvantage
-from nemo_rl_core.config.generation import (
-    SamplingConfig,
-    VllmGenerationConfig,
-    refuse_for_training,
-)
+from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.kl import KLInReward
 from nemo_rl_core.config.trainer import (
     GateConfig,
@@ -48,7 +44,6 @@ from nemo_rl_core.config.trainer import (
     RolloutSettings,
     refuse_busy_judge_gpu,
 )
-from nemo_rl_core.errors import ConfigError
 
 
 class OverlongPenalty(FrozenConfig):
@@ -97,10 +92,10 @@ class Asynchronous(FrozenConfig):
     """The engine samples for the next steps while the model trains.
 
     The weights that draw a step's first tokens are at most `max_staleness` updates older than those
-    that the step trains; each update reaches the engine at once, in the middle of completions.
-    Rollouts that are missing after `step_timeout_seconds` are requested again, then dropped and
-    counted; null waits forever. With `max_staleness` 0 the engine waits for every update,
-    and the weights are those of synchronous training.
+    that the step trains; each update reaches vLLM at once, in the middle of completions, and other
+    engines between steps. Rollouts of vLLM that are missing after `step_timeout_seconds` are
+    requested again, then dropped and counted; null waits forever. With `max_staleness` 0 the engine
+    waits for every update, and the weights are those of synchronous training.
 
     Attributes:
         max_staleness: Maximum number of updates by which the weights that start a step's
@@ -314,7 +309,6 @@ class GRPOSettings(RolloutSettings):
     def _fits_what_is_sampled(self) -> "GRPOSettings":
         refuse_for_training(self.generation)
         refuse_overlong(self.grpo, longest=self.max_rollout_tokens)
-        refuse_sampling_ahead(self.grpo, self.generation)
         refuse_busy_judge_gpu(
             self.cluster,
             self.generation,
@@ -322,19 +316,6 @@ class GRPOSettings(RolloutSettings):
             samples_ahead=self.grpo.asynchronous is not None,
         )
         return self
-
-
-def refuse_sampling_ahead(grpo: GRPOConfig, generation: SamplingConfig) -> None:
-    """Refuses `asynchronous` with an engine that cannot take weights while it generates."""
-    if grpo.asynchronous is None:
-        return
-    if not isinstance(generation, VllmGenerationConfig):
-        raise ConfigError(
-            "grpo.asynchronous needs an engine that takes weights while it generates",
-            expected="generation.backend: vllm",
-            got=f"generation.backend: {getattr(generation, 'backend', type(generation).__name__)}",
-            fix="change the section generation, or leave out grpo.asynchronous",
-        )
 
 
 def refuse_overlong(grpo: GRPOConfig, *, longest: int) -> None:

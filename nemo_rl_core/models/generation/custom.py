@@ -1,5 +1,6 @@
 """Adapter of a custom engine or policy to the engine of a trainer."""
 
+import math
 from collections.abc import Iterator, Mapping
 from inspect import signature
 from typing import Any
@@ -7,12 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_core.config.generation import SamplingConfig
+from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.config.generation import GenerationConfig, SamplingConfig
+from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, DataError
-from nemo_rl_core.models.columns import joined_outputs, with_documented_columns
-from nemo_rl_core.models.interfaces import GenerationInterface
+from nemo_rl_core.models.columns import (
+    as_training_batch,
+    joined_outputs,
+    with_documented_columns,
+)
+from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter, overrides
+from nemo_rl_core.models.validation.proof import check_proof, proof_bounds, proof_prompts
 
 _COLUMNS = ("output_ids", "generation_lengths", "unpadded_sequence_lengths")
 
@@ -30,30 +38,40 @@ class CustomEngineAdapter(GenerationInterface):
     An engine gets all rows in one call, with prompts padded on the right. A policy gets prompts of
     equal length in each call, so that none is padded. A completion ends with its first stop token,
     or at the limit of its row.
+
+    Args:
+        setup: Model whose weights the engine has, and sampling settings.
+        gate: Bounds of a step, from which the bounds of `prove` are derived.
     """
 
-    num_restarts = 0
+    num_restarts, may_restart = 0, True
 
     def __init__(
         self,
         source: GenerationInterface | CustomPolicyAdapter,
-        config: SamplingConfig,
+        setup: GenerationSetup,
         *,
-        stop_token_ids: tuple[int, ...],
+        gate: GateConfig | None = None,
     ) -> None:
-        _refuse_unread(source, config)
-        self._source, self._config = source, config
+        _refuse_unread(source, setup.config)
+        self._source, self._setup = source, setup
+        self._bounds = proof_bounds(gate or GateConfig(), dtype=setup.dtype, is_quantized=False)
         is_policy = isinstance(source, CustomPolicyAdapter)
         generator: Any = source.policy if isinstance(source, CustomPolicyAdapter) else source
         self._generator = generator
         self._name = type(self._generator).__name__
         self._is_updated = is_policy or callable(getattr(source, "update_weights", None))
-        self._stops = torch.tensor(stop_token_ids, dtype=torch.long)
+        self._stops = torch.tensor(setup.stop_token_ids, dtype=torch.long)
         if is_policy and not overrides(generator, "generate"):
             raise ConfigError(
                 f"nothing completes prompts: {self._name} has no generate",
                 fix="add the method, or name an engine, generation=engine",
             )
+
+    @property
+    def config(self) -> GenerationConfig:
+        """Sampling settings."""
+        return self._setup.config
 
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
         """Completes a `GenerationDatumSpec` batch; returns a `GenerationOutputSpec`, in order."""
@@ -71,19 +89,19 @@ class CustomEngineAdapter(GenerationInterface):
             yield (lengths == length).nonzero()[:, 0].tolist()
 
     def _completed(self, data: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
-        limits = data.get("max_new_tokens", torch.full((data.size,), self._config.max_new_tokens))
-        limits = limits.clamp(max=self._config.max_new_tokens)
+        most = self.config.max_new_tokens
+        limits = data.get("max_new_tokens", torch.full((data.size,), most)).clamp(max=most)
         lengths = data["input_lengths"]
         ids = data["input_ids"][:, : int(lengths.max())]
         columns = {
             **with_documented_columns(BatchedDataDict({**data, "input_ids": ids})),
             "max_new_tokens": int(limits.max()),
-            "temperature": self._config.temperature,
+            "temperature": self.config.temperature,
         }
-        if self._config.stop_strings:
+        if self.config.stop_strings:
             row_stop_strings = data.get("stop_strings") or [None] * data.size
             columns["stop_strings"] = [
-                [*self._config.stop_strings, *(each or ())] for each in row_stop_strings
+                [*self.config.stop_strings, *(each or ())] for each in row_stop_strings
             ]
         # A sampler that draws from torch's generator gives the same tokens in a rerun.
         with torch.random.fork_rng():
@@ -164,6 +182,24 @@ class CustomEngineAdapter(GenerationInterface):
         unwrapped: Any = policy.policy if isinstance(policy, CustomPolicyAdapter) else policy
         weights = unwrapped.state_dict() if takes_state_dict(self._source) else unwrapped
         self._generator.update_weights(weights)
+
+    def prove(self, policy: PolicyInterface) -> float:
+        """Completes a few fixed prompts, and compares their logprobs with the policy's.
+
+        Returns:
+            `token_mult_prob_error`; 1 is perfect agreement, NaN without logprobs to compare.
+        """
+        setup = self._setup
+        prompts = proof_prompts(setup.model_folder, max_model_len=setup.max_model_len)
+        # One by one: the prompts of a run may all have one length, which an engine may rely on.
+        parts = [self.generate(prompts.slice(row, row + 1)) for row in range(prompts.size)]
+        output = joined_outputs(parts)
+        if "logprobs" not in output:
+            return math.nan
+        batch = as_training_batch(output)
+        batch["generation_logprobs"] = output["logprobs"][:, 1:]
+        batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+        return check_proof(batch, self._bounds, reference="the trainer")
 
     def peak_memory_gib(self) -> float:
         """Returns 0, as a custom engine is not measured."""

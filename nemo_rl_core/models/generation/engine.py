@@ -78,6 +78,8 @@ class Generation(GenerationInterface):
     Attributes:
         num_engines: Number of copies of the model.
         num_restarts: Number of times that the workers were restarted.
+        may_restart: Whether lost workers are restarted; not while the policy is trained, since its
+            weights would be newer than those of the engine.
 
     Raises:
         ConfigError: If the cluster has too few bundles for the engines.
@@ -105,6 +107,7 @@ class Generation(GenerationInterface):
         self._sharding = engine_sharding(setup.config)
         self.num_engines = self._sharding.axis_size(DATA)
         self.num_restarts = 0
+        self.may_restart = True
         self._num_unseeded_calls = 0
         self._start()
         # Also in a new engine, so that weights always take the same path and are bitwise identical.
@@ -167,7 +170,6 @@ class Generation(GenerationInterface):
         try:
             return call()
         except WorkerLostError as lost:
-            _LOG.warning("%s; the engine is started again", lost.problem)
             self._restart(lost)
             return call()
 
@@ -178,6 +180,7 @@ class Generation(GenerationInterface):
         greedy: bool = False,
         releases_memory: bool = False,
         discards_weights: bool = False,
+        weight_version: int | None = None,
     ) -> RemoteCompletions:
         """Completes requests; the completions stay in the object store.
 
@@ -185,9 +188,15 @@ class Generation(GenerationInterface):
             releases_memory: Whether engines wake up before and release GPU memory afterwards, in
                 the same call, as in `prepare_for_generation` and `finish_generation`.
             discards_weights: Same as in `finish_generation`.
+            weight_version: Version of the weights to record for the tokens, if any.
         """
         sleep = self._sleep_options(discards_weights=discards_weights) if releases_memory else None
-        options = {"model_folder": self._setup.model_folder, "greedy": greedy, "sleep": sleep}
+        options = {
+            "model_folder": self._setup.model_folder,
+            "greedy": greedy,
+            "sleep": sleep,
+            "weight_version": weight_version,
+        }
 
         def call() -> RemoteCompletions:
             self._prove_folder()
@@ -254,6 +263,9 @@ class Generation(GenerationInterface):
         return batch
 
     def _restart(self, lost: WorkerLostError) -> None:
+        if not self.may_restart:
+            raise lost
+        _LOG.warning("%s; the engine is started again", lost.problem)
         self.num_restarts += 1
         self._session.discard(self._name)
         self._start()

@@ -41,7 +41,7 @@ class RemoteCompletions:
         completion_lengths: `[B]` number of tokens of the completion.
         truncated: `[B]` bool, True if a bound ended the completion.
         tokens: `[B]` rows with the columns `input_ids`, `token_mask` (1 for tokens of the policy,
-            also in earlier turns), `generation_logprobs` and, with a streaming engine,
+            also in earlier turns), `generation_logprobs` and, in asynchronous training,
             `weight_versions`.
         texts: `[B]` rows with the columns `texts`, the decoded completions, and `last_token_ids`,
             None if a completion is empty.
@@ -202,12 +202,14 @@ def complete(
     model_folder: Path,
     greedy: bool,
     sleep: Mapping[str, Any] | None,
+    weight_version: int | None = None,
 ) -> tuple[dict[str, Any], Block, Block]:
     """Samples completions of an engine's requests.
 
     Args:
         sleep: Arguments of the engine's `sleep` afterwards; None if the engine is awake and stays
             awake.
+        weight_version: Version to record for all new tokens, if any.
 
     Returns:
         The lengths, the block of tokens and the block of texts.
@@ -218,7 +220,7 @@ def complete(
     output = backend.generate(batch, greedy=greedy)
     if sleep is not None:
         backend.sleep(**sleep)
-    return _completed(output, earlier, _tokenizer(model_folder))
+    return _completed(output, earlier, _tokenizer(model_folder), weight_version)
 
 
 class InProcessEngine:
@@ -242,6 +244,7 @@ class InProcessEngine:
         greedy: bool = False,
         releases_memory: bool = False,
         discards_weights: bool = False,
+        weight_version: int | None = None,
     ) -> RemoteCompletions:
         """Completes requests, as in `Generation.complete`."""
         if releases_memory:
@@ -250,12 +253,15 @@ class InProcessEngine:
         output = self._generation.generate(batch, greedy)
         if releases_memory:
             self.finish_generation(discards_weights=discards_weights)
-        lengths, tokens, texts = _completed(output, earlier, self._tokenizer)
+        lengths, tokens, texts = _completed(output, earlier, self._tokenizer, weight_version)
         return joined([(lengths, InProcess(tokens), InProcess(texts))])
 
 
 def _completed(
-    output: Mapping[str, Any], earlier: Mapping[str, torch.Tensor], tokenizer: Any
+    output: Mapping[str, Any],
+    earlier: Mapping[str, torch.Tensor],
+    tokenizer: Any,
+    weight_version: int | None,
 ) -> tuple[dict[str, Any], Block, Block]:
     """Converts the output of an engine, and the columns of the tokens before, to blocks."""
     ends, lengths = output["unpadded_sequence_lengths"], output["generation_lengths"]
@@ -272,6 +278,8 @@ def _completed(
         "token_mask": is_new,
         "generation_logprobs": torch.where(is_new, logprobs, 0.0),
     }
+    if weight_version is not None:
+        tokens["weight_versions"] = is_new * weight_version
     rows = zip(ids.numpy(), starts.tolist(), ends.tolist(), strict=True)
     columns = {
         "input_lengths": ends.numpy(),

@@ -1,6 +1,5 @@
 """Engines that keep generating between calls."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.model_flops import model_shape
 from nemo_rl_core.types import Completion
 
-_LOG = logging.getLogger(__name__)
 _SHARED_POLL_SECONDS = 0.02
 
 
@@ -142,7 +140,7 @@ class StreamingGeneration(Generation):
                 "this engine cannot sample while a model trains",
                 expected="generation.backend: vllm",
                 got=getattr(config, "backend", type(config).__name__),
-                fix="change the section generation, or leave out asynchronous (async_engine)",
+                fix="change the section generation, or use Generation",
             )
 
     @property
@@ -373,5 +371,4 @@ class StreamingGeneration(Generation):
 
     def restart(self, lost: WorkerLostError) -> None:
         """Restarts all workers with the weights that they had, and without requests."""
-        _LOG.warning("%s; the engine is started again", lost.problem)
         self._restart(lost)

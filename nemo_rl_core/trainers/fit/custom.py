@@ -97,16 +97,6 @@ class CustomParts:
             )
         return parts
 
-    def refuse_unfit(self, reasons: Mapping[str, str], *, algorithm: str) -> None:
-        """Refuses parts that an algorithm cannot use; `reasons` are by `policy` and `engine`."""
-        for name, part in (("policy", self.policy), ("engine", self.engine)):
-            if part is not None and name in reasons:
-                raise ConfigError(
-                    f"{algorithm} does not accept a custom {name}: {reasons[name]}",
-                    got=type(part).__name__,
-                    fix="name a model, or choose another algorithm, such as grpo, sft or dpo",
-                )
-
     def refuse_isolated(self, isolation: IsolationConfig, reward_fn: Any) -> None:
         """Refuses isolated packages of a component that is an object in this process."""
         objects = {

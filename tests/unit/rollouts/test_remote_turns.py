@@ -44,17 +44,22 @@ class Keeping(Scripted):
     def finish_generation(self, *, discards_weights: bool = False) -> None: ...
 
     def complete(
-        self, requests: remote_completions.Requests, *, greedy: bool
+        self, requests: remote_completions.Requests, *, greedy: bool, weight_version: int | None
     ) -> remote_completions.RemoteCompletions:
         assert not greedy
         self.sent.append(requests.batch())
         groups = remote_completions.parts_of_engines(requests, self._num_engines)
-        answers = [self._answered(part) for group in groups for part in group]
+        answers = [self._answered(part, weight_version) for group in groups for part in group]
         return remote_completions.joined(answers)
 
-    def _answered(self, part: remote_completions.Requests) -> Any:
+    def _answered(self, part: remote_completions.Requests, weight_version: int | None) -> Any:
         lengths, *blocks = remote_completions.complete(
-            self, part, model_folder=self._folder, greedy=False, sleep=None
+            self,
+            part,
+            model_folder=self._folder,
+            greedy=False,
+            sleep=None,
+            weight_version=weight_version,
         )
         return [lengths, *map(InProcess, blocks)]
 
@@ -71,16 +76,18 @@ def both(tokenizer: Any, tokenizer_folder: Path):
         group: int = 3,
         num_engines: int = 2,
         environment: Any = None,
+        weight_version: int | None = None,
     ):
         remote = Keeping(tokenizer, answer, tokenizer_folder, num_engines)
         options: dict[str, Any] = {"num_generations_per_prompt": group, "step": 5, "first_group": 2}
-        rollouts = [
-            MultiTurnRollouts(
+        drawn = []
+        for engine in (Scripted(tokenizer, answer), remote):
+            rollouts = MultiTurnRollouts(
                 engine, tokenizer, environment or Countdown(), seed=3, bounds=bounds
-            ).run(prompts, **options)
-            for engine in (Scripted(tokenizer, answer), remote)
-        ]
-        return *rollouts, remote
+            )
+            rollouts.weight_version = weight_version
+            drawn.append(rollouts.run(prompts, **options))
+        return *drawn, remote
 
     return run
 
@@ -156,6 +163,17 @@ class Lenient(Countdown):
 
     def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
         return replace(super().step(message_log_batch, metadata), errors=None)
+
+
+def test_all_turns_have_the_version_of_the_batch(both: Any, ask: Any) -> None:
+    bounds = Bounds(max_turns=3, max_tokens=40, max_new_tokens=9)
+    prompts = [ask("21=", "21"), ask("8=", "8")]
+    for drawn in both(prompts, differing, bounds, weight_version=4)[:2]:
+        completions = [each.completion for each in drawn]
+        assert max(len(each.turn_rewards) for each in drawn) > 1
+        assert [each.weight_versions for each in completions] == [
+            (4,) * len(each.token_ids) for each in completions
+        ]
 
 
 def test_an_empty_turn_is_closed_like_any_other(both: Any, ask: Any, tokenizer: Any) -> None:

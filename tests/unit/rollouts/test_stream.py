@@ -421,7 +421,7 @@ def test_a_stream_closed_during_a_slow_reward_sends_no_more_requests(
     make: Any, engine: Engine, ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next user of the workers reuses the request names, from 0."""
-    monkeypatch.setattr("nemo_rl_core.rollouts.stream._CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("nemo_rl_core.rollouts.stream.CLOSE_SECONDS", 0.1)
     scores, let_go = threading.Event(), threading.Event()
 
     def on_draw(step: int, rollouts: Sequence[Rollout]) -> list[Prompt] | None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from nemo_rl_core import (
-    AsyncGRPOTrainer,
     DistillationTrainer,
     DPOTrainer,
     GRPOTrainer,
@@ -19,6 +18,7 @@ from nemo_rl_core import (
     SFTTrainer,
     train,
 )
+from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.generation import GENERATION_SECTIONS
 from nemo_rl_core.config.training import TRAINING_SECTIONS
 from nemo_rl_core.data.pretrained import load_tokenizer
@@ -337,7 +337,8 @@ def engine_of(source: Any, **settings: Any) -> CustomEngineAdapter:
     from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
 
     config = HuggingFaceGenerationConfig(**{"max_new_tokens": 8, **settings})
-    return CustomEngineAdapter(source, config, stop_token_ids=(2,))
+    setup = GenerationSetup(Path("unused"), config, max_model_len=64, stop_token_ids=(2,))
+    return CustomEngineAdapter(source, setup)
 
 
 def test_a_completion_ends_with_its_first_stop_token_or_at_its_limit() -> None:
@@ -541,8 +542,6 @@ def test_settings_that_a_custom_policy_does_not_read_are_refused(tiny_model: Pat
         RewardModelTrainer(OnlyTrains())
     with pytest.raises(ConfigError, match=r"OnlyTrains\.get_reference_topk_logprobs"):
         DistillationTrainer(OnlyTrains())
-    with pytest.raises(ConfigError, match="does not accept a custom policy: the engine samples"):
-        AsyncGRPOTrainer(OnlyTrains(), asynchronous={})
     with pytest.raises(ConfigError, match="does not sample, so it accepts no engine"):
         SFTTrainer.from_pretrained("m", generation=Recited())
     with pytest.raises(ConfigError, match="nothing reads top_k"):

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.algorithms import AsyncGRPOTrainer
-from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig
 from nemo_rl_core.algorithms.grpo.loss_config import TruncatedImportance
-from nemo_rl_core.errors import ConfigError
 
 
 def test_stale_samples_are_weighted_unless_the_loss_says_otherwise() -> None:
@@ -33,18 +32,6 @@ def test_dynamic_sampling_is_allowed_when_sampling_ahead() -> None:
     ahead = GRPOConfig.model_validate({"preset": "dapo", "asynchronous": {}})
     assert ahead.dynamic_sampling is not None
     assert ahead.dynamic_sampling.max_draws == 10
-
-
-@pytest.mark.parametrize("generation", [{"backend": "hf"}, {"backend": "megatron"}])
-def test_an_engine_that_cannot_receive_weights_while_sampling_is_refused(generation: Any) -> None:
-    settings = {
-        "grpo": {"asynchronous": {}},
-        "generation": generation,
-        "cluster": {"num_workers": 2},
-    }
-    with pytest.raises(ConfigError, match="takes weights while it generates"):
-        GRPOSettings.model_validate(settings)
-    GRPOSettings.model_validate({**settings, "grpo": {}})
 
 
 @pytest.mark.parametrize(
