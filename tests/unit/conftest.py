@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,26 @@ sys.addaudithook(_hook)
 """
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+# What ranks of most tests import, which takes each of them 5 CPU-seconds.
+_IMPORTED_ONCE = [
+    "nemo_rl_core.backends.training.dtensor.backend",
+    "nemo_rl_core.backends.training.megatron.backend",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.models.qwen2.modeling_qwen2",
+]
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks(request: pytest.FixtureRequest) -> None:
+    """Forks the ranks of slow tests from a process that has imported what they need.
+
+    `run_ranks` uses the running server of forks; its own only imports torch.
+    """
+    if request.node.get_closest_marker("slow") and hasattr(request.module, "run_ranks"):
+        forkserver.set_forkserver_preload(_IMPORTED_ONCE)
+        forkserver.ensure_running()
 
 
 @pytest.fixture
