@@ -1,5 +1,6 @@
 """Small disks, and child processes that are killed at a chosen moment."""
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,26 +33,24 @@ sys.addaudithook(_hook)
 """
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# What ranks of most tests import, which takes each of them 5 CPU-seconds.
-_IMPORTED_ONCE = [
-    "nemo_rl_core.backends.training.dtensor.backend",
-    "nemo_rl_core.backends.training.megatron.backend",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "transformers.models.qwen2.modeling_qwen2",
-]
+
+
+@functools.lru_cache(maxsize=1)
+def _serve_forks(imports: str) -> None:
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  (one with other imports)
+    forkserver.set_forkserver_preload([imports])
+    forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)
 def forked_ranks(request: pytest.FixtureRequest) -> None:
-    """Forks the ranks of slow tests from a process that has imported what they need.
+    """Forks the ranks of slow tests from a process that has imported what most of them need.
 
-    `run_ranks` uses the running server of forks; its own only imports torch.
+    `run_ranks` uses the server that runs; its own only imports torch. `RANK_IMPORTS` of a test's
+    module names another module to import.
     """
     if request.node.get_closest_marker("slow") and hasattr(request.module, "run_ranks"):
-        forkserver.set_forkserver_preload(_IMPORTED_ONCE)
-        forkserver.ensure_running()
+        _serve_forks(getattr(request.module, "RANK_IMPORTS", "tests.rank_imports"))
 
 
 @pytest.fixture
