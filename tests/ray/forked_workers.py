@@ -61,10 +61,11 @@ def _work(connection: socket.socket) -> None:
         os.dup2(stream, number)
         os.close(stream)
     sys.argv, environment, here = json.load(connection.makefile())
+    if environment.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):  # it has other packages
+        connection.set_inheritable(True)
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     os.environ.clear()
     os.environ.update(environment)
-    search = environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [folder for folder in search if folder not in sys.path]
     os.chdir(here)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -83,6 +84,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 2:
         serve(sys.argv[1])
     else:
-        if "NEMO_RL_ISOLATED_PACKAGES" in os.environ:  # has other packages than the server
-            os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
         ask(sys.argv[1], sys.argv[2:])
