@@ -1,4 +1,4 @@
-"""What ranks of most tests import; the server that forks them imports this module once."""
+"""Imports of the ranks of most tests, for the server that forks them."""
 
 import gc
 

@@ -1,8 +1,8 @@
-"""Ray workers that are forked from one process with all imports, instead of started anew.
+"""Ray workers that are forked from one process with all imports.
 
-Tests start some hundred workers, and each would import torch and vLLM for ten CPU-seconds. Ray
-calls `python forked_workers.py SOCKET ARGUMENTS` in place of the interpreter (`py_executable`): a
-server at that socket forks the worker. Commands and scripts start their workers as users do.
+Tests start about a hundred workers, and each would import torch and vLLM for ten CPU-seconds. Ray
+calls `python forked_workers.py SOCKET ARGUMENTS` as the interpreter (`py_executable`), and a server
+that listens on that socket forks the worker. Commands and scripts start their workers as users do.
 """
 
 import gc
