@@ -20,7 +20,7 @@ $(error make takes no settings of a recipe, such as $(firstword $(given)); give 
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test coverage bench test-changed test-slow test-experimental test-gpu test-verifiers test-flyte2 test-float8 test-megatron-bridge test-kubernetes test-bare parity graders mutants docs docs-serve lint format lock check-gpu clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test coverage bench test-changed test-ci-slow test-slow test-experimental test-gpu test-verifiers test-flyte2 test-float8 test-megatron-bridge test-kubernetes test-bare parity graders mutants docs docs-serve lint format lock check-gpu clean
 
 help: ##> This list
 	@list() { sed -n "s/^\\([a-z0-9 -]*\\):.*$$1 /\\1\\t/p" Makefile | while IFS='	' read -r name text; do \
@@ -54,6 +54,11 @@ smollm2: setup ##> Run GRPO on SmolLM2-135M-Instruct
 test: setup ## Run the fast tests, and bound their CPU time
 	$(bin)/python tests/benchmarks/machine.py 1100 \
 	  $(bin)/pytest -n 2 --no-loadscope-reorder -m 'not slow and not gpu'
+
+test-ci-slow: setup ## Run the slow tests of CI, and bound their CPU time
+	$(bin)/python tests/benchmarks/machine.py 3600 \
+	  $(bin)/pytest -n 2 --no-loadscope-reorder --durations 40 \
+	    -m 'slow and not thorough and not gpu'
 
 coverage: setup ## Run the tests of CI with coverage, at least 85 %
 	$(bin)/pytest -n 2 --no-loadscope-reorder -m 'not thorough and not gpu' \

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.commands import RECIPE, Run, run
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 _TOGETHER = {
     "tests/ray/": "ray",
@@ -128,3 +130,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = ModelFromConfig(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2)
     materialize(config, folder, seed=0)
     return folder
+
+
+@pytest.fixture(scope="session")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A complete run of the GRPO pipeline that started from an empty store."""
+    finished = run(RECIPE, tmp_path_factory.mktemp("first") / "store")
+    assert finished.exit_code == 0, finished.output[-3000:]
+    return finished

@@ -1,8 +1,14 @@
 """One Ray runtime and one engine for all tests that need them."""
 
+import os
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +42,34 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = ModelFromConfig(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2)
     materialize(config, folder, seed=0)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """Forks the workers of Rays that this process starts; the server starts with the first."""
+    import ray
+
+    servers: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+        init, address = ray.init, f"{folder}/socket"
+        program = str(Path(__file__).with_name("forked_workers.py"))
+
+        def init_with_forks(**options: Any) -> Any:
+            if not servers:
+                servers.append(subprocess.Popen([sys.executable, program, address]))
+                while not Path(address).exists():  # Ray only waits a minute for a worker
+                    assert servers[0].poll() is None
+                    time.sleep(0.1)
+            runtime = {"py_executable": f"{sys.executable} -I -S {program} {address}"}
+            runtime = options.pop("runtime_env", {}) | runtime
+            return init(**options, runtime_env=runtime)
+
+        if not any(name.startswith("COVERAGE_PROCESS") for name in os.environ):  # as users start
+            patch.setattr(ray, "init", init_with_forks)
+        yield
+        for server in servers:
+            server.terminate()
+            server.wait()
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,14 @@
 """A small store with a history, for the fast tests of the page."""
 
-import functools
-import importlib.util
 import json
 import math
-import os
+import shutil
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,6 +24,7 @@ from nemo_rl_core.store.store import Store
 from nemo_rl_core.types import Completion, Prompt, Rollout
 from nemo_rl_core.ui.app import create_app
 from nemo_rl_core.ui.server import create_server
+from tests.commands import RECIPE, Run, run
 
 HOSTILE = (
     "<script>alert(1)</script><img src=x onerror=alert(2)>&amp;'\"{{ 7*7 }}"
@@ -233,17 +230,6 @@ def client(made: RecordedStore) -> TestClient:
     return TestClient(create_app(made.store), base_url="http://127.0.0.1:8321")
 
 
-@functools.cache
-def _workflows() -> ModuleType:
-    """The pipeline that the tests of workflows run."""
-    path = Path(__file__).parents[1] / "workflows" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("workflows_conftest", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @contextmanager
 def served(store: Store) -> Iterator[str]:
     """Serves a store on a free port with the server of the command."""
@@ -299,22 +285,22 @@ def context(chromium: BrowserContext) -> Iterator[BrowserContext]:
         page.close()
 
 
-@pytest.fixture(scope="session")
-def real_store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+@pytest.fixture(scope="package")
+def real_store(first_run: Run) -> Iterator[Store]:
     """A pipeline of a few steps by the real command, and its rerun.
 
-    NEMO_RL_TEST_STORE names the store of an earlier session, which is then reused.
+    What the tests of this folder add to the store is removed after them.
     """
-    if kept := os.environ.get("NEMO_RL_TEST_STORE"):
-        return Store(Path(kept))
-    store = tmp_path_factory.mktemp("real") / "store"
-    for _ in range(2):
-        finished = _workflows().run(_workflows().RECIPE, store)
-        assert finished.exit_code == 0, finished.output[-3000:]
-    return Store(store)
+    again = run(RECIPE, first_run.store)
+    assert again.exit_code == 0, again.output[-3000:]
+    store = Store(first_run.store)
+    artifacts = set(store.artifacts.iterdir())
+    yield store
+    for added in set(store.artifacts.iterdir()) - artifacts:
+        shutil.rmtree(added)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def address(real_store: Store) -> Iterator[str]:
     """The address of the page of the real store."""
     with served(real_store) as address:

@@ -1,8 +1,10 @@
 """Small disks, and child processes that are killed at a chosen moment."""
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,24 @@ sys.addaudithook(_hook)
 """
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@functools.lru_cache(maxsize=1)
+def _serve_forks(imports: str) -> None:
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  (one with other imports)
+    forkserver.set_forkserver_preload([imports])
+    forkserver.ensure_running()
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks(request: pytest.FixtureRequest) -> None:
+    """Forks the ranks of slow tests from a process that has imported what most of them need.
+
+    `run_ranks` uses the server that runs; its own only imports torch. `RANK_IMPORTS` of a test's
+    module names another module to import.
+    """
+    if request.node.get_closest_marker("slow") and hasattr(request.module, "run_ranks"):
+        _serve_forks(getattr(request.module, "RANK_IMPORTS", "tests.rank_imports"))
 
 
 @pytest.fixture

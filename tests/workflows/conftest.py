@@ -1,10 +1,10 @@
-"""A pipeline of a few steps with the real command; all tests share three runs."""
+"""A pipeline of a few steps with the real command; tests share its runs."""
 
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,25 +45,29 @@ def run_until() -> Callable[[dict[str, Any], Path, str], Run]:
 
 
 @pytest.fixture(scope="session")
-def first_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A complete run that started from an empty store."""
-    finished = run(RECIPE, tmp_path_factory.mktemp("first") / "store")
-    assert finished.exit_code == 0, finished.output[-3000:]
-    return finished
+def kill_after_save() -> Callable[..., None]:
+    """Starts a run and kills it as soon as an iteration has saved a step."""
+
+    def run_and_kill(recipe: dict[str, Any], store: Path, *, step: int) -> None:
+        process = start(recipe, store)
+        try:
+            _wait_for_save(process, store, step=step)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+        finally:
+            end_group(process)
+
+    return run_and_kill
 
 
 @pytest.fixture(scope="session")
-def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def killed_run(
+    tmp_path_factory: pytest.TempPathFactory, kill_after_save: Callable[..., None]
+) -> Path:
     """Store of a run that was killed in its second iteration, between its last two saves."""
     store = tmp_path_factory.mktemp("killed") / "store"
-    process = start(RECIPE, store)
-    try:
-        _wait_for_save(process, store, step=NUM_STEPS + 2 * SAVE_EVERY)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    finally:
-        end_group(process)
-    yield store
+    kill_after_save(RECIPE, store, step=NUM_STEPS + 2 * SAVE_EVERY)
+    return store
 
 
 def _wait_for_save(process: "subprocess.Popen[str]", store: Path, *, step: int) -> None:

@@ -1,5 +1,6 @@
 """The vLLM worker without vLLM."""
 
+import multiprocessing
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,14 +133,33 @@ def ask_peers(visible: str, gpus: list[str] | None) -> list[tuple[int, int]] | s
     return "disabled"
 
 
+def ask_peers_in_forks(*cases: tuple[str, list[str] | None]) -> list[list[tuple[int, int]] | str]:
+    """Returns `ask_peers` of each case, from processes that share one import of vLLM."""
+    import vllm.distributed.device_communicators.custom_all_reduce
+    import vllm.engine.arg_utils  # noqa: F401
+
+    context, answers = multiprocessing.get_context("fork"), []
+    for case in cases:
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=lambda: writer.send(ask_peers(*case)))  # noqa: B023
+        process.start()
+        answers.append(reader.recv())
+        process.join()
+    return answers
+
+
 @pytest.mark.slow
 def test_custom_all_reduce_of_vllm_finds_the_gpus_of_its_ranks() -> None:
-    # Ranks of the second engine on a machine, whose bundles Ray has put on GPUs 6 and 4.
-    assert run_ranks(ask_peers, "0,1,2,3,4,5,6,7", ["6", "4"], world_size=1) == [[(6, 4)]]
-    # A machine where Ray was given four GPUs.
-    assert run_ranks(ask_peers, "7,6,5,4", ["6", "4"], world_size=1) == [[(1, 3)]]
-    # If a rank only sees its own GPU, vLLM does not start; this is why `SEES_ALL_GPUS` exists.
-    assert run_ranks(ask_peers, "6", None, world_size=1) == ["list index out of range"]
+    cases = [
+        # Ranks of the second engine on a machine, whose bundles Ray has put on GPUs 6 and 4.
+        ("0,1,2,3,4,5,6,7", ["6", "4"]),
+        # A machine where Ray was given four GPUs.
+        ("7,6,5,4", ["6", "4"]),
+        # If a rank only sees its own GPU, vLLM does not start; this is why `SEES_ALL_GPUS` exists.
+        ("6", None),
+    ]
+    (answers,) = run_ranks(ask_peers_in_forks, *cases, world_size=1)
+    assert answers == [[(6, 4)], [(1, 3)], "list index out of range"]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.experimental,
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device"),
 ]
+RANK_IMPORTS = "torch"  # before the fake is installed
 RECORDED = json.loads((Path(__file__).parent / "megatron_bridge_0.3.1.json").read_text())
 MISTRAL = MistralConfig(
     vocab_size=26,

@@ -46,6 +46,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device"),
     pytest.mark.skipif(bridge_version() is None, reason="megatron-bridge is not installed"),
 ]
+RANK_IMPORTS = "torch"  # before the fake is installed
 RECORDED = json.loads((Path(__file__).parent / "megatron_bridge_0.3.1.json").read_text())
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
 BASE = {**SHAPE, "rope_parameters": ROPE}

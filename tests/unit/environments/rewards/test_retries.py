@@ -175,7 +175,10 @@ def scored(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble", [503, 429, 500, None, 1.5])
+@pytest.mark.parametrize(
+    "trouble",
+    [503, None, 1.5, *(pytest.param(status, marks=pytest.mark.thorough) for status in (429, 500))],
+)
 @pytest.mark.parametrize("client", CLIENTS)
 def test_two_failing_calls_of_sixteen_are_retried(
     server: Server, client: Any, trouble: Any, rollout: Callable[..., Rollout]
