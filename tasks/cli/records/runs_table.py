@@ -31,6 +31,7 @@ DEFAULT_COLUMNS = ("run", "recipe", "state", "accuracy", "reward", "took", "sett
 _WIDE = 120
 """Columns of a terminal that has room for all default columns."""
 _SPARK_WIDTH = 8
+_MAX_SETTINGS = 4
 _RIGHT = ("took", "tokens", "gpu_hours", "money", "stages", "cached", "step", "gain", "loss")
 
 
@@ -83,8 +84,12 @@ def _cell(row: RunRow, name: str, different: Sequence[str], history: History) ->
     if name == "state":
         return Text(row.state, style=STYLES[row.state])
     if name == "settings":
-        settings = shown_settings(row, different).items()
-        return Text(", ".join(f"{key}={_plain(value)}" for key, value in settings))
+        settings = [
+            f"{key}={_plain(value)}" for key, value in shown_settings(row, different).items()
+        ]
+        more = len(settings) - _MAX_SETTINGS
+        shown = settings[:_MAX_SETTINGS] + ([f"{more} more"] if more > 0 else [])
+        return Text(", ".join(shown))
     if name in ("reward", "loss"):
         return Text(_last_mean(row, name, history))
     if name in COLUMNS or name == "run":
