@@ -61,7 +61,7 @@ def latest_evaluation(history: History, one: ArtifactRow) -> ArtifactRow | None:
     rows = history.select(
         "SELECT * FROM artifacts WHERE kind = 'evaluation' AND id IN (SELECT child FROM "
         f"artifact_parents WHERE parent_id IN ({', '.join('?' * len(same))})) "
-        "ORDER BY created_at DESC LIMIT 1",
+        "ORDER BY created_at DESC, rowid DESC LIMIT 1",
         tuple(same),
     )
     return read_artifact(rows[0], history.store) if rows else None

@@ -69,7 +69,7 @@ def test_curves_share_one_scale_and_have_gaps_where_values_are_missing() -> None
 
     assert picture.lines[0].strokes == ["60.0,172.0 60.0,172.0", "410.0,14.0 410.0,14.0"]
     assert picture.lines[1].strokes == ["235.0,93.0 235.0,93.0"]
-    assert picture.ticks_y == [(14, "10"), (172, "0")]
+    assert picture.ticks_y == [(172, "0"), (93, "5"), (14, "10")]
     assert picture.description == "loss over steps 1 to 3: a 10; b 5"
 
 

@@ -57,7 +57,7 @@ def registered(backend: Backend, version: str) -> None:
 
 
 def invoked(backend: Backend, *arguments: str) -> Result:
-    options = ["--config", str(backend.config), "--project", "flytesnacks"]
+    options = ["--flyte-config", str(backend.config), "--project", "flytesnacks"]
     return CliRunner().invoke(cli.group, ["schedule", *arguments, *options])
 
 
@@ -153,7 +153,7 @@ def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         config = tmp_path / "flyte.yaml"
         config.write_text(f"admin:\n  endpoint: dns:///{address}\n  insecure: true\n")
-        arguments = ["schedule", "list", "--config", str(config)]
+        arguments = ["schedule", "list", "--flyte-config", str(config)]
         result = CliRunner().invoke(cli.group, arguments)
     assert result.exit_code == 2
     assert "the schedules cannot be read or changed on" in result.output

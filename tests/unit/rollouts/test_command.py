@@ -57,6 +57,7 @@ def test_hostile_text_is_inert(tmp_path):
 
 
 def test_a_missing_step_is_explained(tmp_path):
+    RolloutRecords(tmp_path).save(3, [GOOD])
     result = read("show", tmp_path, "--step", "4")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "no rollouts of step 4" in result.stderr
