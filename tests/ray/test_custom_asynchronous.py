@@ -28,8 +28,9 @@ SETTINGS: dict[str, Any] = {
 
 
 def settings_of(engine: Any) -> dict[str, Any]:
-    generation = {"backend": engine, "max_new_tokens": 4} if isinstance(engine, str) else engine
-    return {**SETTINGS, "generation": generation}
+    if isinstance(engine, str):
+        return {**SETTINGS, "generation": {"backend": engine, "max_new_tokens": 4}}
+    return {**SETTINGS, "generation": engine, "max_new_tokens": 4}
 
 
 def fitted(
@@ -42,7 +43,7 @@ def fitted(
     return trainer.fit(
         ROWS,
         reward_fn=lambda prompt, text: float(sum(map(ord, text)) % 7),
-        validation=ROWS[:2],
+        validation=[{"prompt": "90+0=", "answer": "90"}, {"prompt": "91+0=", "answer": "91"}],
         **options,
     )
 
