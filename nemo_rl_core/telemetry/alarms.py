@@ -1,13 +1,18 @@
 """Rules on a run's metrics that say when training needs a look: what a value means, what to do.
 
-The page marks alarms on curves. `NO_STEP_SECONDS` is that of the alert `NemoRLNoStep` in
-`deployment/production/monitoring.yaml`.
+The page marks alarms on curves; a running stage warns of each once and sends a notice.
+`NO_STEP_SECONDS` is that of the alert `NemoRLNoStep` in `deployment/production/monitoring.yaml`.
 """
 
+import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from nemo_rl_core.telemetry import notices
+
+_LOG = logging.getLogger(__name__)
 NO_STEP_SECONDS = 3600.0
 
 Points = Sequence[tuple[int, float]]
@@ -132,6 +137,8 @@ RULES = (
     ),
 )
 
+_WATCHED = [(rule, metric) for rule in RULES for metric in rule.metrics]
+
 NO_STEP = AlarmRule(
     "No step",
     (),
@@ -157,6 +164,43 @@ def alarms(curves: Mapping[str, Points]) -> list[Alarm]:
         for metric in rule.metrics
         for alarm in list(_streaks(rule, metric, curves.get(metric, ())))[-1:]
     ]
+
+
+class AlarmWatch:
+    """Warns of the alarms of a running stage, of each rule and metric once.
+
+    Args:
+        stage: Name of the stage, for notices.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._first: dict[str, float] = {}
+        self._num_wrong: dict[tuple[str, str], int] = {}
+        self._raised: set[tuple[str, str]] = set()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
+        """Logs alarms that this step raises, sends a notice of each, and returns them."""
+        raised = []
+        for rule, metric in _WATCHED:
+            if (value := metrics.get(metric)) is None:
+                continue
+            if math.isfinite(value):
+                self._first.setdefault(metric, value)
+            key = (rule.name, metric)
+            is_wrong = rule.is_wrong(value, self._first.get(metric, math.nan))
+            self._num_wrong[key] = self._num_wrong.get(key, 0) + 1 if is_wrong else 0
+            if self._num_wrong[key] == rule.num_steps and key not in self._raised:
+                self._raised.add(key)
+                raised.append(Alarm(rule, metric, value, step - rule.num_steps + 1, step))
+        for alarm in raised:
+            rule = alarm.rule
+            text = f"{alarm.metric} is {alarm.value:.4g}, {rule.condition}. {rule.meaning}"
+            _LOG.warning("alarm: %s: %s %s", rule.name, text, rule.remedy)
+            subject = f"nemo-rl: {rule.name} at step {step} of {self._stage}"
+            lines = f"{text}\n{rule.remedy}"
+            threading.Thread(target=notices.send, args=(subject, lines), daemon=True).start()
+        return raised
 
 
 def no_step(seconds: float) -> Alarm | None:

@@ -1,4 +1,4 @@
-"""Notices at the end of a run: webhooks that accept Slack's JSON, and mail over SMTP.
+"""Notices of alarms and of the end of a run: webhooks that accept Slack's JSON, and mail over SMTP.
 
 The addresses come only from the environment, since the address of a webhook is a secret that must
 not be in recipes or records. A notice that cannot be sent is logged and does not affect the run.
@@ -79,7 +79,7 @@ def send(subject: str, text: str, *, environment: Mapping[str, str] | None = Non
         host = f"mail by {urlsplit(server).hostname}"
         problems += _deliver(host, partial(_mail, server, addresses, subject, text))
     for problem in problems:
-        _LOG.warning("the notice of the run's end was not sent: %s", problem)
+        _LOG.warning("a notice was not sent: %s", problem)
     return problems
 
 

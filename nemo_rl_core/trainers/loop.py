@@ -15,6 +15,7 @@ from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store import files
+from nemo_rl_core.telemetry.alarms import AlarmWatch
 from nemo_rl_core.telemetry.budget import current_budget
 from nemo_rl_core.telemetry.events import StageResumed, StageSaved, publish, report
 from nemo_rl_core.telemetry.metrics import MetricsFile
@@ -190,6 +191,7 @@ class StepLoop:
         self._checkpoints = CheckpointManager(work / "checkpoints", keep_latest, keep_best)
         self._keep_best = keep_best
         self._warned = False
+        self._alarms = AlarmWatch(stage)
         self._pending: PendingSave | None = None
         self._on_save: OnSave | None = None
         self._before_save: Callable[[], None] | None = None
@@ -368,6 +370,7 @@ class StepLoop:
         self._last_metrics = metrics
         self._history.append(line.metrics)
         report(line)
+        self._alarms.step(step, metrics)
 
     @property
     def is_finished(self) -> bool:

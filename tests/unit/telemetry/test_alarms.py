@@ -2,11 +2,20 @@
 
 import math
 import re
+import time
 from pathlib import Path
 
 import pytest
 
-from nemo_rl_core.telemetry.alarms import NO_STEP, NO_STEP_SECONDS, RULES, alarms, no_step
+from nemo_rl_core.telemetry.alarms import (
+    NO_STEP,
+    NO_STEP_SECONDS,
+    RULES,
+    AlarmWatch,
+    alarms,
+    no_step,
+)
+from tests.notice_servers import hook
 
 NAN = math.nan
 
@@ -37,6 +46,30 @@ def steps(*values: float) -> list[tuple[int, float]]:
 def test_a_rule_holds_for_steps_in_a_row(metric, values, expected) -> None:
     broken = alarms({metric: steps(*values)})
     assert [(a.rule.name, a.since, a.until, a.is_over) for a in broken] == expected
+
+
+def test_a_running_stage_warns_of_an_alarm_once_and_sends_a_notice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hook() as (address, posted):
+        monkeypatch.setenv("NEMO_RL_NOTIFY", address)
+        watch = AlarmWatch("grpo_iteration 1")
+        kl = [0.6, 0.7, 0.1, 0.6, 0.7, 0.8, 0.9, 0.1, 0.9, 0.9, 0.9]
+        raised = [
+            (step, alarm.rule.name, alarm.since, alarm.until)
+            for step, value in enumerate(kl, start=1)
+            for alarm in watch.step(step, {"kl": value, "reward": 0.5})
+        ]
+        end = time.monotonic() + 10
+        while not posted and time.monotonic() < end:
+            time.sleep(0.01)
+    assert raised == [(6, "KL to the reference", 4, 6)]
+    (line,) = caplog.messages
+    assert line.startswith("alarm: KL to the reference: kl is 0.8, above 0.5 per token for 3 steps")
+    (notice,) = posted
+    assert notice["text"].startswith(
+        "nemo-rl: KL to the reference at step 6 of grpo_iteration 1\nkl is 0.8"
+    )
 
 
 def test_the_last_of_two_streaks_is_reported() -> None:
