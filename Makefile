@@ -56,7 +56,7 @@ test: setup ## Run the fast tests, and bound their CPU time
 	  $(bin)/pytest -n 2 --no-loadscope-reorder -m 'not slow and not gpu'
 
 test-ci-slow: setup ## Run the slow tests of CI, and bound their CPU time
-	$(bin)/python tests/benchmarks/machine.py 3600 \
+	$(bin)/python tests/benchmarks/machine.py 5000 \
 	  $(bin)/pytest -n 2 --no-loadscope-reorder --durations 40 \
 	    -m 'slow and not thorough and not gpu'
 
