@@ -65,16 +65,16 @@ def _banded(label: str, color: int, curves: Sequence[Points]) -> Series:
     filled = [sorted(each.items()) for each in finite if each]
     steps = sorted({x for curve in filled for x, _ in curve})
     values = [
-        np.interp(steps, *zip(*curve, strict=True), left=math.nan, right=math.nan)
-        for curve in filled
+        np.interp(steps, [x for x, _ in c], [y for _, y in c], left=math.nan, right=math.nan)
+        for c in filled
     ]
     present = [[y for y in ys if math.isfinite(y)] for ys in zip(*values, strict=True)]
     label = f"{label}, {len(curves)} seeds"
     if present and len(present[-1]) < len(curves):
         label += f", {len(present[-1])} at the last step"
-    means, lows, highs = (
-        list(zip(steps, map(measure, present), strict=True)) for measure in (fmean, min, max)
-    )
+    means = [(x, fmean(ys)) for x, ys in zip(steps, present, strict=True)]
+    lows = [(x, min(ys)) for x, ys in zip(steps, present, strict=True)]
+    highs = [(x, max(ys)) for x, ys in zip(steps, present, strict=True)]
     return Series(label, means, color, lows, highs)
 
 
