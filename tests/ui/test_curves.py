@@ -14,8 +14,10 @@ from starlette.testclient import TestClient
 
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
+from nemo_rl_core.rollouts.records import RolloutRecords
+from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
-from nemo_rl_core.types import StepReport
+from nemo_rl_core.types import Completion, Prompt, Rollout, StepReport
 from nemo_rl_core.ui import live, machine_load
 from nemo_rl_core.ui.app import create_app
 from nemo_rl_core.ui.charts import ticks
@@ -364,3 +366,25 @@ def test_a_refresh_of_50_000_points_reads_only_new_ones(tmp_path: Path) -> None:
     refresh = statistics.median(cpu for _, cpu in times)
     assert refresh < 100
     assert refresh < every_value / 8
+
+
+def test_the_strip_of_a_large_group_is_as_wide_as_its_bars(tmp_path: Path) -> None:
+    """64 bars of 10 are 640 wide, also for 100 samples."""
+    store = Store(tmp_path / "store")
+    folder = store.artifacts / "grpo_iteration-0a"
+    folder.mkdir(parents=True)
+    manifest = Manifest(
+        kind="checkpoint", format="hf", stage="grpo_iteration 1", content_hash="0a", step=1
+    )
+    manifest.write(folder)
+    writer = begin(store, "run")
+    node = writer.begin_node("grpo_iteration 1", task="t.grpo", kind="task")
+    prompt, completion = Prompt("p", "2+2=", (1,), "4", ""), Completion((3,), (-0.1,), False)
+    rollouts = [Rollout(prompt, completion, "4", reward=1.0, sample=n) for n in range(100)]
+    RolloutRecords(folder / "rollouts").save(1, rollouts)
+    writer.end_node(node, NodeEnd("succeeded", made=[(folder, manifest)]))
+    writer.end("succeeded")
+    page = client_of(store).get(f"/artifacts/{folder.name}/completions").text
+    strip = page.partition('<svg class="strip"')[2].partition("</svg>")[0]
+    assert 'viewBox="0 0 640 100"' in strip and "Rewards of the first 64 samples: 1, 1," in strip
+    assert strip.count('<rect class="track"') == 64
