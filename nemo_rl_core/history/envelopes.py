@@ -13,7 +13,8 @@ from nemo_rl_core.errors import DamagedRecordError
 from nemo_rl_core.history.database import FILE
 
 MAX_BUCKETS = 256
-_KEPT_CURVES = 1024
+_KEPT_BUCKETS = 400_000
+"""About 150 MB."""
 
 _BUCKET = """
 SELECT step, min(value), count(*), count(value), total(value) FROM metrics
@@ -95,6 +96,7 @@ class NodeVersion:
 
     Attributes:
         measured: Id of the node that has the metrics: the maker of a cache hit.
+        has_ended: Whether it has ended, so that no steps are added.
         state: Its state and attempts; steps may be logged again after a change.
         rewritten_after: Step after which a resumed attempt logs steps again; None if none does.
     """
@@ -102,6 +104,7 @@ class NodeVersion:
     measured: int
     state: tuple[object, ...]
     rewritten_after: int | None
+    has_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,8 @@ class EnvelopeReader:
     """Reads envelopes and keeps complete buckets; the caller serializes calls."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, str, str], _Kept] = {}
+        self._kept: dict[tuple[int, str, str, int], _Kept] = {}  # the latest read is last
+        self._num_kept = 0
 
     def read(
         self,
@@ -125,49 +129,66 @@ class EnvelopeReader:
         *,
         axis: str = "",
         between: tuple[int, int] | None = None,
+        most: int = MAX_BUCKETS,
     ) -> Envelope:
         """Returns the buckets of a curve; empty if the node has no such metric.
 
         Args:
             axis: Metric with the position of each step; by default the step itself.
             between: First and last step, to read a part in more detail; this is not kept.
+            most: Maximum number of buckets.
         """
         version = _version(database, node)
+        key = (node, name, axis, most)
+        kept = self._kept.get(key)
+        if between is None and version.has_ended and kept and kept.version == version:
+            self._kept[key] = self._kept.pop(key)
+            return kept.buckets
         ends = _ends(database, version.measured, name, between)
         if ends is None:
             return []
         first, last = ends
-        width = _width(last - first + 1)
+        width = _width(last - first + 1, most)
         if between is not None:
             return _read(database, version.measured, name, axis, range(first, last + 1, width))
-        key = (node, name, axis)
-        done = self._done(key, version, width)
+        done = _done(kept, version, width)
         begin = _end(done[-1].begin, width) if done else first
         envelope = done + _read(
             database, version.measured, name, axis, range(begin, last + 1, width)
         )
         limit = last if version.rewritten_after is None else min(last, version.rewritten_after)
-        complete = [each for each in envelope if _end(each.begin, width) <= limit + 1]
-        if len(self._kept) > _KEPT_CURVES:
-            self._kept.clear()
-        self._kept[key] = _Kept(version, width, complete)
+        complete = [
+            each for each in envelope if version.has_ended or _end(each.begin, width) <= limit + 1
+        ]
+        self._keep(key, _Kept(version, width, complete))
         return envelope
 
-    def _done(self, key: tuple[int, str, str], version: NodeVersion, width: int) -> Envelope:
-        kept = self._kept.get(key)
-        if kept is None or kept.version != version or kept.width > width:
-            return []
-        buckets: Envelope = []
-        for each in kept.buckets:
-            if buckets and buckets[-1].begin // width == each.begin // width:
-                buckets[-1] = buckets[-1].joined(each)
-            else:
-                buckets.append(each)
-        # The last one is incomplete if its second half is not read yet.
-        is_partial = buckets and _end(kept.buckets[-1].begin, kept.width) < _end(
-            buckets[-1].begin, width
-        )
-        return buckets[:-1] if is_partial else buckets
+    def _keep(self, key: tuple[int, str, str, int], kept: _Kept) -> None:
+        """Keeps buckets, and drops those of curves that were not read for the longest time."""
+        if former := self._kept.pop(key, None):
+            self._num_kept -= len(former.buckets) + 1
+        self._kept[key] = kept
+        self._num_kept += len(kept.buckets) + 1
+        while self._num_kept > _KEPT_BUCKETS:
+            oldest = self._kept.pop(next(iter(self._kept)))
+            self._num_kept -= len(oldest.buckets) + 1
+
+
+def _done(kept: _Kept | None, version: NodeVersion, width: int) -> Envelope:
+    """Returns the kept buckets that are complete, merged to a width."""
+    if kept is None or kept.version != version or kept.width > width:
+        return []
+    buckets: Envelope = []
+    for each in kept.buckets:
+        if buckets and buckets[-1].begin // width == each.begin // width:
+            buckets[-1] = buckets[-1].joined(each)
+        else:
+            buckets.append(each)
+    # The last one is incomplete if its second half is not read yet.
+    is_partial = buckets and _end(kept.buckets[-1].begin, kept.width) < _end(
+        buckets[-1].begin, width
+    )
+    return buckets[:-1] if is_partial else buckets
 
 
 def names_of(database: sqlite3.Connection, node: int) -> list[sqlite3.Row]:
@@ -181,9 +202,9 @@ def names_of(database: sqlite3.Connection, node: int) -> list[sqlite3.Row]:
     ).fetchall()
 
 
-def _width(num_steps: int) -> int:
-    """Returns the smallest power of two that needs at most `MAX_BUCKETS` buckets."""
-    return 1 << max(0, math.ceil(math.log2(num_steps / (MAX_BUCKETS - 1))))
+def _width(num_steps: int, most: int) -> int:
+    """Returns the smallest power of two that needs at most `most` buckets."""
+    return 1 << max(0, math.ceil(math.log2(num_steps / (most - 1))))
 
 
 def _version(database: sqlite3.Connection, node: int) -> NodeVersion:
@@ -195,8 +216,11 @@ def _version(database: sqlite3.Connection, node: int) -> NodeVersion:
     ).fetchone()
     if row is None:
         return NodeVersion(node, (), None)
-    resumed = row["resumed_from_step"] if row["ended_at"] is None else None
-    return NodeVersion(row["id"], tuple(row)[1:], resumed)
+    has_ended = row["ended_at"] is not None
+    resumed = row["resumed_from_step"]
+    if resumed is None and (row["number"] or 1) > 1:
+        resumed = -1  # this attempt began again from the first step
+    return NodeVersion(row["id"], tuple(row)[1:], None if has_ended else resumed, has_ended)
 
 
 def _ends(

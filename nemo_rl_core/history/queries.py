@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from nemo_rl_core.errors import DamagedRecordError, NotRecordedError, StoreError
 from nemo_rl_core.history import ancestry
 from nemo_rl_core.history.database import open_for_reading, path_of, sqlite_errors_explained
-from nemo_rl_core.history.envelopes import Envelope, EnvelopeReader, names_of
+from nemo_rl_core.history.envelopes import MAX_BUCKETS, Envelope, EnvelopeReader, names_of
 from nemo_rl_core.history.liveness import mark_aborted_if_writable
 from nemo_rl_core.history.records import (
     AncestryGraph,
@@ -189,12 +189,20 @@ class History:
         return curves
 
     def envelopes(
-        self, node: int, names: list[str], *, axis: str = "", between: tuple[int, int] | None = None
+        self,
+        node: int,
+        names: list[str],
+        *,
+        axis: str = "",
+        between: tuple[int, int] | None = None,
+        most: int = MAX_BUCKETS,
     ) -> dict[str, Envelope]:
         """Returns thinned curves of a node; see `EnvelopeReader.read` for the arguments."""
         with self._locked() as database:
             read = {
-                name: self._envelopes.read(database, node, name, axis=axis, between=between)
+                name: self._envelopes.read(
+                    database, node, name, axis=axis, between=between, most=most
+                )
                 for name in names
             }
         return {name: envelope for name, envelope in read.items() if envelope}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from nemo_rl_core.telemetry.curves import fraction
 from nemo_rl_core.ui.text import NONE
 
-WIDTH, HEIGHT = 420, 200
 LEFT, RIGHT, TOP, BOTTOM = 60, 410, 14, 172
 _TICK_LENGTH = 7
 _MAX_POINTS = 360
@@ -18,22 +17,29 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a chart; lines that belong together have the same color index."""
+    """One line of a chart; lines that belong together have the same color index.
+
+    Attributes:
+        lows: Lower border of a band around the line, `highs` the upper one; empty without a band.
+    """
 
     label: str
     points: Sequence[Point]
     color: int = 0
+    lows: Sequence[Point] = ()
+    highs: Sequence[Point] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A series as SVG polylines, several where values are missing."""
+    """A series as SVG polylines, several where values are missing, and its band as a polygon."""
 
     label: str
     strokes: list[str]
     last: str
     count: int
     color: int = 0
+    band: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,8 @@ def chart(
     Args:
         borders: Positions on the horizontal axis for thin vertical lines.
     """
-    finite = [p for one in series for p in one.points if math.isfinite(p[1])]
+    every = [p for one in series for each in (one.points, one.lows, one.highs) for p in each]
+    finite = [p for p in every if math.isfinite(p[1])]
     if not finite:
         empty = [Line(one.label, [], NONE, len(one.points), one.color) for one in series]
         return Chart(title, empty, [], [])
@@ -134,10 +141,12 @@ def _line(series: Series, box: tuple[float, float, float, float]) -> Line:
             strokes.append([])
             continue
         last = f"{y:.4g}"
-        strokes[-1].append(f"{_across(x, box):.1f},{_down(y, box):.1f}")
+        strokes[-1].append(_position(x, y, box))
     # A stroke of one point has no length: doubled, its round cap shows it.
     polylines = [" ".join(s if len(s) > 1 else s * 2) for s in strokes if s]
-    return Line(series.label, polylines, last, len(series.points), series.color)
+    border = [*thinned(series.highs), *reversed(thinned(series.lows))]
+    band = " ".join(_position(x, y, box) for x, y in border)
+    return Line(series.label, polylines, last, len(series.points), series.color, band)
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
@@ -155,6 +164,10 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     if kept[-1] != points[-1]:
         kept.append(points[-1])
     return kept
+
+
+def _position(x: float, y: float, box: tuple[float, float, float, float]) -> str:
+    return f"{_across(x, box):.1f},{_down(y, box):.1f}"
 
 
 def _down(y: float, box: tuple[float, float, float, float]) -> float:

@@ -6,19 +6,26 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nemo_rl_core.history.envelopes import Bucket, CurvePoint, Envelope
+from nemo_rl_core.history.envelopes import MAX_BUCKETS, Bucket, CurvePoint, Envelope
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import NUM_TOKENS, PROGRESS, RUN_SECONDS, Node, point_label
-from nemo_rl_core.telemetry.alarms import Alarm, alarms
+from nemo_rl_core.telemetry.alarms import RULES, Alarm, alarms
 from nemo_rl_core.types import VALIDATION_PREFIX
 from nemo_rl_core.ui import machine_load
 from nemo_rl_core.ui.charts import Chart, Series, chart
 
 SHOWN = 12
-AXES = {"step": "steps", "time": "seconds of the run", "tokens": "tokens trained on"}
+AXES = {
+    "step": "steps",
+    "time": "seconds of the run, without cached stages",
+    "tokens": "tokens trained on",
+}
 """Names of the axes and their labels."""
 _METRIC_OF_AXIS = {"step": "", "time": RUN_SECONDS, "tokens": NUM_TOKENS}
 _GLOBAL_STEP = "global_step"
+_WATCHED = [metric for rule in RULES for metric in rule.metrics]
+_MOST_BUCKETS, _FEWEST_BUCKETS = 2048, 16
+"""Number of buckets of all nodes in one chart, and the minimum of each node."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Result": ("reward", "accuracy", "loss", VALIDATION_PREFIX, "reward_", "turn_reward"),
     "Policy": (
@@ -51,12 +58,20 @@ OTHER = "Other"
 
 @dataclass(frozen=True)
 class StageCurves:
-    """The metrics of all calls of one task."""
+    """The metrics of all calls of one task.
+
+    Attributes:
+        axes: Names of the axes on which each value has a position.
+    """
 
     task: str
     nodes: tuple[Node, ...]
     names: tuple[str, ...]
-    has_time: bool = False
+    axes: frozenset[str] = frozenset({"step"})
+
+    def axis(self, chosen: str) -> str:
+        """Returns the chosen axis if the stage has it, else that of steps."""
+        return chosen if chosen in self.axes else "step"
 
 
 def stages(history: History, execution: str, *, text: str = "") -> list[StageCurves]:
@@ -70,10 +85,24 @@ def stages(history: History, execution: str, *, text: str = "") -> list[StageCur
             names.setdefault(node.task, set()).update(measured[node.id])
     chosen = {task: ordered(names[task], text) for task in by_task}
     return [
-        StageCurves(task, tuple(nodes), chosen[task], RUN_SECONDS in names[task])
+        StageCurves(task, tuple(nodes), chosen[task], _axes(nodes, measured))
         for task, nodes in by_task.items()
         if chosen[task]
     ]
+
+
+def _axes(nodes: Sequence[Node], measured: Mapping[int, Sequence[str]]) -> frozenset[str]:
+    return frozenset(
+        axis
+        for axis, metric in _METRIC_OF_AXIS.items()
+        for node in nodes
+        if not metric or (metric in measured[node.id] and _is_on(axis, node))
+    )
+
+
+def _is_on(axis: str, node: Node) -> bool:
+    """Returns whether a node has positions on an axis; a cache hit took no seconds of the run."""
+    return axis != "time" or node.cached_from is None
 
 
 def ordered(names: Iterable[str], text: str = "") -> tuple[str, ...]:
@@ -133,17 +162,22 @@ def trainings(
     *,
     axis: str = "step",
     between: tuple[int, int] | None = None,
+    most: int | None = None,
 ) -> list[Training]:
     """Returns the training loops of a task with their curves.
 
     Iterations of a stage are joined to one line, by the step of the full run if it is known. Two
     training loops of one run, such as points of a sweep or two calls of `train_sft`, are two lines.
+
+    Args:
+        most: Maximum number of buckets of a node; by default fewer the more nodes there are.
     """
     every: list[Training] = []
+    most = most or min(MAX_BUCKETS, max(_FEWEST_BUCKETS, _MOST_BUCKETS // max(1, len(nodes))))
     for node in nodes:
-        # Ended nodes are read once, so that a refresh reads only the running one.
-        read = _curves if node.ended_at is None else _curves_once
-        measured = read(history, node.id, node.started_at, tuple(names), axis, between)
+        if not _is_on(axis, node):
+            continue
+        measured = _curves(history, node.id, names, axis=axis, between=between, most=most)
         if not measured:
             continue
         label = point_label(node.point)
@@ -200,8 +234,13 @@ def constant(every: Sequence[Training], name: str) -> float | None:
     return values.pop() if is_constant and not any(each.num_missing for each in buckets) else None
 
 
-def alarms_of(every: Sequence[Training]) -> list[tuple[Training, Alarm]]:
-    """Returns the alarms of each training."""
+def alarms_of(
+    history: History, stage: StageCurves, *, axis: str = "step"
+) -> list[tuple[Training, Alarm]]:
+    """Returns the alarms of each training of a stage."""
+    names = [name for name in _WATCHED if name in stage.names]
+    # In full detail: of few buckets, several steps in a row that are wrong may be missing.
+    every = trainings(history, stage.nodes, names, axis=axis, most=MAX_BUCKETS)
     return [
         (each, alarm)
         for each in every
@@ -235,26 +274,23 @@ def _unique_labels(labels: Sequence[str]) -> list[str]:
 def _curves(
     history: History,
     node: int,
-    _started_at: float,
-    names: tuple[str, ...],
+    names: Sequence[str],
+    *,
     axis: str,
     between: tuple[int, int] | None,
+    most: int,
 ) -> dict[str, Envelope]:
-    """Returns a node's curves. The start time is for the cache: ids of removed nodes are reused."""
     metric = _METRIC_OF_AXIS[axis]
     if axis == "step":
         # Steps are numbered over the full run, except in records of early versions.
         step, at = history.last_value(node, _GLOBAL_STEP) or (0, 0.0)
         metric = _GLOBAL_STEP if step != at else ""
-    measured = history.envelopes(node, list(names), axis=metric, between=between)
+    measured = history.envelopes(node, list(names), axis=metric, between=between, most=most)
     kept = {
         name: [b for b in envelope if math.isfinite(b.low.x) and math.isfinite(b.high.x)]
         for name, envelope in measured.items()
     }
     return {name: envelope for name, envelope in kept.items() if envelope}
-
-
-_curves_once = functools.lru_cache(maxsize=128)(_curves)
 
 
 def charts(named: Mapping[str, Sequence[Series]], *, axis: str = "steps") -> list[Chart]:

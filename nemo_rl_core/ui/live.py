@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import LAST_STEP, RUN_SECONDS, Execution, Node
-from nemo_rl_core.telemetry.alarms import RULES, Alarm, no_step
+from nemo_rl_core.telemetry.alarms import Alarm, no_step
 from nemo_rl_core.ui import curves
 
 _STEPS_OF_SPEED = 20
 _FIGURES = {"reward": "reward", "loss": "loss", "timings/tokens_per_second": "tokens per second"}
-_WATCHED = [metric for rule in RULES for metric in rule.metrics]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +79,7 @@ def _alarms(history: History, run: Execution) -> list[tuple[str, Alarm]]:
     """Returns the alarms of each stage, present ones first."""
     alarms: list[tuple[str, Alarm]] = []
     for stage in curves.stages(history, run.id):
-        names = [name for name in _WATCHED if name in stage.names]
-        every = curves.trainings(history, stage.nodes, names)
         task = stage.task.rpartition(".")[2]
-        for training, alarm in curves.alarms_of(every):
+        for training, alarm in curves.alarms_of(history, stage):
             alarms.append((f"{task} ({training.label})" if training.label else task, alarm))
     return sorted(alarms, key=lambda each: each[1].is_over)

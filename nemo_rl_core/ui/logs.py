@@ -112,17 +112,16 @@ def _lines(
 
 def _records(lines: Iterable[str]) -> list[Record]:
     """Joins lines to records; one without a head belongs to the record before it."""
-    records: list[Record] = []
+    records: list[tuple[str, str, list[str]]] = []
     for line in lines:
         head = _HEAD.match(line)
         if head is not None:
-            level = head["level"] or head["printed"]
-            records.append(Record(level, head["logger"] or "", line))
+            records.append((head["level"] or head["printed"], head["logger"] or "", [line]))
         elif records:
-            records[-1] = records[-1]._replace(text=f"{records[-1].text}\n{line}")
+            records[-1][2].append(line)
         else:
-            records.append(Record("", "", line))
-    return records
+            records.append(("", "", [line]))
+    return [Record(level, logger, "\n".join(each)) for level, logger, each in records]
 
 
 def _is_noisy(record: Record) -> bool:

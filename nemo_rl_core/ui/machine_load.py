@@ -21,8 +21,8 @@ def charts(
     for node in nodes:
         machine_names = [name for name in names.get(node.id, ()) if name.startswith(PREFIX)]
         if machine_names and node.cached_from is None:  # a hit has the metrics of another run
-            for name, points in history.metrics(node.id, names=machine_names).items():
-                seconds = [(float(second), value) for second, value in points]
+            for name, envelope in history.envelopes(node.id, machine_names).items():
+                seconds = [(each.x, each.value) for bucket in envelope for each in bucket.points]
                 samples.setdefault(name, []).extend(seconds)
     return [
         chart(name.removeprefix(PREFIX), [Series("", _relative(name, points))], axis="seconds")

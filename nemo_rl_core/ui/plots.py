@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_core.telemetry.curves import fraction
-from nemo_rl_core.ui.text import NONE
+from nemo_rl_core.ui.charts import BOTTOM, LEFT, RIGHT, TOP, Chart, Point, Series, chart
 
 SPARK_WIDTH, SPARK_HEIGHT = 84, 22
 
@@ -24,28 +24,12 @@ def sparkline_points(values: Sequence[float]) -> str:
     places = [
         (2 + n * step, bottom - height * fraction(v, low, high)) for n, v in enumerate(values)
     ]
-    bottom, height = SPARK_HEIGHT - 3, SPARK_HEIGHT - 6
-    places = [
-        (2 + n * step, bottom - height * fraction(v, low, high)) for n, v in enumerate(values)
-    ]
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
-WIDTH, HEIGHT = 420, 196
-LEFT, RIGHT, TOP, BOTTOM = 60, 410, 14, 172
-_MAX_POINTS = 360
-Points = Sequence[tuple[float, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class PlotLine:
-    """A line of a plot: a run, or the mean of runs with the band from lowest to highest."""
-
-    label: str
-    color: int
-    points: str
-    band: str
-    last: str
+Points = Sequence[Point]
+Plot = Chart
+"""Curves of several runs over each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,79 +40,42 @@ class Tick:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """Curves of several runs over each other."""
+def overlay(title: str, curves: Sequence[tuple[str, int, Sequence[Points]]]) -> Chart:
+    """Draws a line per entry: label, color, and the curves of its runs.
 
-    title: str
-    lines: Sequence[PlotLine]
-    x: Sequence[Tick]
-    y: Sequence[Tick]
-
-    @property
-    def description(self) -> str:
-        """A description for screen readers."""
-        lines = "; ".join(f"{line.label} last {line.last}" for line in self.lines)
-        steps = " to ".join(tick.text for tick in (*self.x[:1], *self.x[-1:]))
-        return f"{self.title} over steps {steps}: {lines}" if steps else f"{self.title}: no values"
-
-
-def overlay(title: str, curves: Sequence[tuple[str, int, Sequence[Points]]]) -> Plot:
-    """Draws a line per entry: label, color, and the curves of its runs, with a band for several."""
-    means = [(label, color, _banded(members)) for label, color, members in curves]
-    everything = [point for _, _, points in means for point in points]
-    if not everything:
-        return Plot(
-            title, [PlotLine(label, color, "", "", NONE) for label, color, _ in means], (), ()
-        )
-    left, right = min(p[0] for p in everything), max(p[0] for p in everything)
-    low, high = min(p[2] for p in everything), max(p[3] for p in everything)
-
-    def position(x: float, y: float) -> str:
-        across = LEFT + (RIGHT - LEFT) * fraction(x, left, right)
-        return f"{across:.1f},{BOTTOM - (BOTTOM - TOP) * fraction(y, low, high):.1f}"
-
-    lines = []
-    for label, color, points in means:
-        kept = points[:: max(1, math.ceil(len(points) / _MAX_POINTS))]
-        kept += points[-1:] if points and kept[-1] != points[-1] else []
-        is_band = any(p[2] < p[3] for p in kept)
-        border = [position(p[0], p[3]) for p in kept] + [
-            position(p[0], p[2]) for p in reversed(kept)
-        ]
-        line = [position(p[0], p[1]) for p in kept]
-        lines.append(
-            PlotLine(
-                label,
-                color,
-                " ".join(line if len(line) > 1 else line * 2),
-                " ".join(border) if is_band else "",
-                f"{points[-1][1]:.4g}" if points else NONE,
-            )
-        )
-    across = LEFT, RIGHT
-    x = [Tick(at, f"{v:g}") for at, v in zip(across, dict.fromkeys((left, right)), strict=False)]
-    y = [Tick(at, f"{v:.3g}") for at, v in zip((TOP, BOTTOM), (high, low), strict=True)]
-    return Plot(title, lines, x, y if high > low else y[1:])
+    The line of several seeds is their mean, with a band from lowest to highest.
+    """
+    return chart(
+        title,
+        [
+            _banded(label, color, members)
+            if len(members) > 1
+            else Series(label, members[0] if members else (), color)
+            for label, color, members in curves
+        ],
+    )
 
 
-def _banded(curves: Sequence[Points]) -> list[tuple[float, float, float, float]]:
-    """Returns step, mean, lowest and highest, in the range of steps that all curves have.
+def _banded(label: str, color: int, curves: Sequence[Points]) -> Series:
+    """Returns the mean of curves, at each step of those that have begun and not yet ended.
 
     Long curves are thinned, each at other steps, so values between two steps are interpolated.
     """
-    finite = [
-        sorted({x: y for x, y in curve if math.isfinite(y)}.items()) for curve in curves if curve
-    ]
-    filled = [curve for curve in finite if curve]
-    if not filled:
-        return []
-    left, right = max(curve[0][0] for curve in filled), min(curve[-1][0] for curve in filled)
-    steps = sorted({x for curve in filled for x, _ in curve if left <= x <= right})
+    finite = [{x: y for x, y in curve if math.isfinite(y)} for curve in curves]
+    filled = [sorted(each.items()) for each in finite if each]
+    steps = sorted({x for curve in filled for x, _ in curve})
     values = [
-        np.interp(steps, [x for x, _ in curve], [y for _, y in curve]).tolist() for curve in filled
+        np.interp(steps, [x for x, _ in c], [y for _, y in c], left=math.nan, right=math.nan)
+        for c in filled
     ]
-    return [(x, fmean(ys), min(ys), max(ys)) for x, *ys in zip(steps, *values, strict=True)]
+    present = [[y for y in ys if math.isfinite(y)] for ys in zip(*values, strict=True)]
+    label = f"{label}, {len(curves)} seeds"
+    if present and len(present[-1]) < len(curves):
+        label += f", {len(present[-1])} at the last step"
+    means = [(x, fmean(ys)) for x, ys in zip(steps, present, strict=True)]
+    lows = [(x, min(ys)) for x, ys in zip(steps, present, strict=True)]
+    highs = [(x, max(ys)) for x, ys in zip(steps, present, strict=True)]
+    return Series(label, means, color, lows, highs)
 
 
 @dataclass(frozen=True, slots=True)

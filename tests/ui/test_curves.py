@@ -1,6 +1,7 @@
 """Curves as JSON and CSV, the present state of a run, and the stream of events."""
 
 import importlib.util
+import math
 import socket
 import statistics
 import time
@@ -13,9 +14,11 @@ from starlette.testclient import TestClient
 
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
+from nemo_rl_core.rollouts.records import RolloutRecords
+from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
-from nemo_rl_core.types import StepReport
-from nemo_rl_core.ui import live
+from nemo_rl_core.types import Completion, Prompt, Rollout, StepReport
+from nemo_rl_core.ui import live, machine_load
 from nemo_rl_core.ui.app import create_app
 from nemo_rl_core.ui.charts import ticks
 from nemo_rl_core.ui.curves import ordered
@@ -97,8 +100,120 @@ def test_json_follows_the_choice(training) -> None:
     tokens = read("x=tokens")
     assert chart(tokens, "reward")["lines"][0]["x"] == [10, 20, 30, 40, 50, 60]
     assert tokens["stages"][0]["borders"][0]["x"] == 40
+    assert tokens["stages"][0]["label"] == "tokens trained on"
     (mark,) = chart(read("show=kl"), "kl")["alarms"]
     assert (mark["name"], mark["from"], mark["isOver"]) == ("KL to the reference", 1, False)
+
+
+def log_train(writer: HistoryWriter, node: int, steps: range, seconds: float) -> None:
+    """Logs a step per second of the run, after some seconds of it."""
+    for step in steps:
+        writer._began = time.time() - seconds - (step - steps.start + 1)
+        report = StepReport("train", step, steps[-1], {"global_step": step, "reward": 0.1 * step})
+        writer.log_step(node, report)
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> TestClient:
+    """A run whose first iteration is cached, and whose other stage has no times."""
+    store = Store(tmp_path / "store")
+    maker, writer = begin(store, "maker"), begin(store, "run")
+    node = maker.begin_node("train 1", task="t.train", kind="task")
+    log_train(maker, node, range(1, 4), 0)
+    maker.end_node(node, NodeEnd("succeeded"))
+    hit = writer.begin_node("train 1", task="t.train", kind="task")
+    writer.end_node(hit, NodeEnd("cached"))
+    with writer._database as database:
+        database.execute("UPDATE nodes SET cached_from = ? WHERE id = ?", (node, hit))
+    log_train(writer, writer.begin_node("train 2", task="t.train", kind="task"), range(4, 7), 0)
+    other = writer.begin_node("score", task="t.score", kind="task")
+    for step in range(1, 301):
+        writer.log_metrics(other, step, {"accuracy": step / 300})
+    maker.end("succeeded")
+    writer.end("succeeded")
+    return client_of(store)
+
+
+def test_cached_stages_have_steps_and_tokens_but_no_seconds_of_the_run(cached: TestClient) -> None:
+    data = cached.get("/executions/run/curves.json").json()
+    assert chart(data, "reward")["lines"][0]["x"] == [1, 2, 3, 4, 5, 6]
+    data = cached.get("/executions/run/curves.json?x=time").json()
+    (line,) = chart(data, "reward")["lines"]
+    assert line["x"] == pytest.approx([1, 2, 3], abs=0.5)
+    assert line["y"] == pytest.approx([0.4, 0.5, 0.6])
+    assert data["stages"][0]["borders"] == []
+    page = cached.get("/executions/run/curves?x=time").text
+    assert "reward over seconds of the run, without cached stages 1" in page
+
+
+def test_a_stage_without_times_has_its_steps(cached: TestClient) -> None:
+    data = cached.get("/executions/run/curves.json?x=time&from=10&to=12").json()
+    assert [stage["axis"] for stage in data["stages"]] == ["time", "step"]
+    assert chart(data, "accuracy")["lines"][0]["x"] == [10, 11, 12]
+    assert len(chart(data, "reward")["lines"][0]["x"]) == 3  # a part is of steps, not of seconds
+
+
+def test_lines_keep_color_and_label_in_a_part_that_others_do_not_reach(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    writer = begin(store, "run")
+    for point, steps in ({"seed": 0}, 5), ({"seed": 1}, 20):
+        node = writer.begin_node("train", task="t.train", kind="task", point=point)
+        for step in range(1, steps + 1):
+            writer.log_metrics(node, step, {"reward": float(step)})
+        writer.end_node(node, NodeEnd("succeeded"))
+    writer.end("succeeded")
+    data = client_of(store).get("/executions/run/curves.json?from=10&to=12").json()
+    (line,) = chart(data, "reward")["lines"]
+    assert (line["label"], line["color"], line["x"]) == ("seed 1", 1, [10, 11, 12])
+
+
+def test_many_lines_are_thinned_more_and_alarms_are_not(tmp_path: Path) -> None:
+    """64 points of a sweep have at most 32 buckets each: 150 steps are 19 of 8 steps."""
+    store = Store(tmp_path / "store")
+    writer = begin(store, "run")
+    nodes = [
+        writer.begin_node("train", task="t.train", kind="task", point={"seed": seed})
+        for seed in range(64)
+    ]
+    with writer._database as database:
+        database.executemany(
+            "INSERT INTO metrics VALUES (?, ?, 'kl', ?)",
+            # Three steps above 0.5, inside of a bucket; else 0.1 and 0.2 in turn.
+            [
+                (n, s, 0.9 if 100 <= s < 103 else 0.1 + 0.1 * (s % 2))
+                for n in nodes
+                for s in range(150)
+            ],
+        )
+    for node in nodes:
+        writer.end_node(node, NodeEnd("succeeded"))
+    client = client_of(store)
+    data = client.get("/executions/run/curves.json").json()
+    lines = chart(data, "kl")["lines"]
+    assert [len(line["x"]) for line in lines] == [38] * 64
+    assert {max(line["y"]) for line in lines} == {0.9}
+    marks = [(each["from"], each["to"], each["isOver"]) for each in chart(data, "kl")["alarms"]]
+    assert marks == [(100, 102, True)] * 64
+    part = client.get("/executions/run/curves.json?from=96&to=111").json()
+    assert chart(part, "kl")["lines"][0]["x"] == list(range(96, 112))
+    writer.end("succeeded")
+
+
+def test_the_machine_is_thinned_but_keeps_its_peak(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    writer = begin(store, "run")
+    node = writer.begin_node("train", task="t.train", kind="task")
+    with writer._database as database:
+        rows = [(node, 10 * n, 97.0 if n == 777 else 5.0 + n % 2) for n in range(6_000)]
+        database.executemany("INSERT INTO metrics VALUES (?, ?, 'machine/cpu_percent', ?)", rows)
+    writer.end("succeeded")
+    with History(store) as history:
+        nodes = history.nodes("run")
+        (one,) = machine_load.charts(history, nodes, history.metric_names_of("run"))
+    (line,) = one.lines
+    assert line.count <= 512  # of 6,000
+    # 97 is at the top, at 7770 seconds; the last extreme value is at 59,920.
+    assert f"{60 + 350 * 7770 / 59_920:.1f},14.0" in line.strokes[0].split()
 
 
 def test_csv_has_every_value(client: TestClient) -> None:
@@ -166,6 +281,21 @@ def test_a_run_without_steps_for_an_hour_has_an_alarm(training, monkeypatch) -> 
     page = client_of(store).get("/executions/run").text
     assert "The stage may hang" in page
     assert '<span class="badge">2</span> alarms' in page
+    assert '<section class="alarms" ' in page
+
+
+def test_a_past_alarm_is_listed_but_not_counted(training) -> None:
+    store, writer, node = training
+    writer.log_metrics(node, 7, {"kl": 0.1, "reward": math.nan})
+    page = client_of(store).get("/executions/run").text
+    assert '<span class="badge">1</span> alarm<' in page
+    assert "<code>kl</code> of train, steps 1 to 6, then right again" in page
+    writer.log_metrics(node, 8, {"reward": 0.5})
+    page = client_of(store).get("/executions/run").text
+    assert '<section class="alarms past" ' in page and "No alarm now; past ones" in page
+    assert "badge" not in page
+    assert "<dt>Time left in this stage</dt>" in page
+    assert "<span>2 stages, 0 from the cache</span>" in page
 
 
 def stream(address: str) -> socket.socket:
@@ -236,3 +366,25 @@ def test_a_refresh_of_50_000_points_reads_only_new_ones(tmp_path: Path) -> None:
     refresh = statistics.median(cpu for _, cpu in times)
     assert refresh < 100
     assert refresh < every_value / 8
+
+
+def test_the_strip_of_a_large_group_is_as_wide_as_its_bars(tmp_path: Path) -> None:
+    """64 bars of 10 are 640 wide, also for 100 samples."""
+    store = Store(tmp_path / "store")
+    folder = store.artifacts / "grpo_iteration-0a"
+    folder.mkdir(parents=True)
+    manifest = Manifest(
+        kind="checkpoint", format="hf", stage="grpo_iteration 1", content_hash="0a", step=1
+    )
+    manifest.write(folder)
+    writer = begin(store, "run")
+    node = writer.begin_node("grpo_iteration 1", task="t.grpo", kind="task")
+    prompt, completion = Prompt("p", "2+2=", (1,), "4", ""), Completion((3,), (-0.1,), False)
+    rollouts = [Rollout(prompt, completion, "4", reward=1.0, sample=n) for n in range(100)]
+    RolloutRecords(folder / "rollouts").save(1, rollouts)
+    writer.end_node(node, NodeEnd("succeeded", made=[(folder, manifest)]))
+    writer.end("succeeded")
+    page = client_of(store).get(f"/artifacts/{folder.name}/completions").text
+    strip = page.partition('<svg class="strip"')[2].partition("</svg>")[0]
+    assert 'viewBox="0 0 640 100"' in strip and "Rewards of the first 64 samples: 1, 1," in strip
+    assert strip.count('<rect class="track"') == 64

@@ -1,5 +1,6 @@
 """Reading of a run's log."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,18 @@ def test_a_part_of_a_log_starts_with_a_full_line(tmp_path: Path, monkeypatch) ->
     monkeypatch.setattr(logs, "READ_BYTES", 10)
     part = newest(path)
     assert (part.text, part.is_cut) == ("third\\xff\n", True)
+
+
+def test_a_long_log_without_heads_is_one_record_in_linear_time(tmp_path: Path) -> None:
+    """A record that is appended to line by line is copied each time."""
+    path = tmp_path / "run.log"
+    lines = [f"printed line {n} of a tool" for n in range(100_000)]
+    path.write_text("\n".join(lines))
+    began = time.process_time()
+    part = newest(path, text="LINE 99999 ")
+    assert time.process_time() - began < 2
+    assert part.is_cut  # the record is longer than a page shows
+    assert part.text == "\n".join(lines)[-logs.MAX_SHOWN :]
 
 
 def test_a_long_log_shows_the_newest_records_that_fit(path: Path, monkeypatch) -> None:

@@ -124,7 +124,7 @@ def test_evaluations_are_compared_with_those_of_the_same_point(client: TestClien
         card = page.partition(name)[2].partition("</div>")[0]
         share = 20 * (number + 1)
         assert card.count(f"{share}.0 % right") == 2
-    chart = page.partition("<figcaption>grpo_iteration: reward<")[2].partition("</figure>")[0]
+    chart = page.partition("<figcaption><span>grpo_iteration: reward<")[2].partition("</figure>")[0]
     assert [chart.count(f'"curve s{color}') for color in range(4)] == [2, 2, 2, 2]
 
 
@@ -142,19 +142,38 @@ def test_points_are_compared_by_tests_and_seeds_are_a_band(client: TestClient) -
     assert "wrong</span>" in first_prompt
 
     folded = client.get(f"/compare?run={RUNS[0]}&fold=seed").text
-    chart = folded.partition("<figcaption>grpo_iteration: reward<")[2].partition("</figure>")[0]
+    chart = folded.partition("<figcaption><span>grpo_iteration: reward<")[2].partition("</figure>")[
+        0
+    ]
     assert (chart.count("<polyline"), chart.count("<polygon")) == (2, 2)
     # Rewards of step 2 are 0 and 4 at the first rate, 2 and 6 at the second.
-    assert "sweep learning_rate 0.0001: last 2<" in chart
-    assert "sweep learning_rate 0.0002: last 4<" in chart
+    assert "sweep learning_rate 0.0001, 2 seeds: last 2<" in chart
+    assert "sweep learning_rate 0.0002, 2 seeds: last 4<" in chart
 
 
 def test_a_band_interpolates_curves_that_are_thinned_at_other_steps() -> None:
     plot = overlay("reward", [("seeds", 0, [[(1, 0.0), (3, 2.0)], [(1, 2.0), (2, 4.0), (4, 8.0)]])])
-    # At the steps 1, 2 and 3 the means are 1, 2.5 and 4, between 0 and 6.
-    assert plot.lines[0].points == "60.0,145.7 235.0,106.2 410.0,66.7"
-    assert plot.lines[0].last == "4"
-    assert [tick.text for tick in (*plot.x, *plot.y)] == ["1", "3", "6", "0"]
+    # At the steps 1, 2 and 3 the means are 1, 2.5 and 4, from 0 to 2, 1 to 4 and 2 to 6; at step 4
+    # there is only the second curve. A value of 8 is at the top (14), 0 at the bottom (172).
+    (line,) = plot.lines
+    assert line.strokes == ["60.0,152.2 176.7,122.6 293.3,93.0 410.0,14.0"]
+    highs, lows = "60.0,132.5 176.7,93.0 293.3,53.5 410.0,14.0", "410.0,14.0 293.3,132.5"
+    assert line.band == f"{highs} {lows} 176.7,152.2 60.0,172.0"
+    assert (line.last, line.label) == ("8", "seeds, 2 seeds, 1 at the last step")
+    assert [text for _, text in plot.ticks_y] == ["0", "2", "4", "6", "8"]
+
+
+def test_long_curves_that_are_compared_keep_their_peaks() -> None:
+    """A stride over the 1000 steps would miss step 501; so would a mean of the two seeds."""
+    peak = [(float(n), 10.0 if n == 501 else 0.0) for n in range(1001)]
+    flat = [(x, 5.0) for x, _ in peak]
+    one, band = overlay("reward", [("one", 0, [peak]), ("seeds", 1, [peak, flat])]).lines
+    x = 60 + 350 * 0.501
+    assert f"{x:.1f},14.0" in one.strokes[0].split()
+    assert len(one.strokes[0].split()) < 400
+    assert f"{x:.1f},14.0" in band.band.split()
+    # Half of 10 and 5 is at a height of 7.5 of 10.
+    assert f"{x:.1f},53.5" in band.strokes[0].split()
 
 
 def test_a_point_has_the_cost_of_its_stages(client: TestClient) -> None:

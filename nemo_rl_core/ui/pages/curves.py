@@ -1,6 +1,7 @@
 """The curves of a run: as a page, as JSON for the charts of the page, and as CSV."""
 
 import csv
+import dataclasses
 import io
 import math
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ class Choice:
         axis = parameter(request, "x")
         self.axis = axis if axis in curves.AXES else "step"
         ends = [parameter(request, name) for name in ("from", "to")]
-        is_part = self.axis == "step" and all(e.isdecimal() and len(e) < 16 for e in ends)
+        is_part = all(end.isdecimal() and len(end) < 16 for end in ends)
         self.between = (int(ends[0]), int(ends[1])) if is_part else None
 
     def shown(self, stage: StageCurves, every: list[Training]) -> list[str]:
@@ -51,10 +52,10 @@ def content(request: Request, run: Execution) -> dict[str, Any]:
     """Returns what the page without JavaScript shows: charts of the shown metrics."""
     history, choice = history_of(request), Choice(request)
     sections = []
-    has_time, changing, all_charts = False, set[str](), set[str]()
+    axes, changing, all_charts = set[str](), set[str](), set[str]()
     for stage in curves.stages(history, run.id, text=choice.text):
-        has_time = has_time or stage.has_time
-        axis = choice.axis if stage.has_time else "step"
+        axes |= stage.axes
+        axis = stage.axis(choice.axis)
         every = curves.trainings(history, stage.nodes, stage.names, axis=axis)
         shown = choice.shown(stage, every)
         borders = [x for each in every for x, _ in each.borders[1:]]
@@ -82,7 +83,7 @@ def content(request: Request, run: Execution) -> dict[str, Any]:
         "metric": choice.text,
         "choice": choice,
         "axes": curves.AXES,
-        "has_time": has_time,
+        "offered_axes": axes,
         "sections": sections,
         "groups": groups,
         "shown": all_charts,
@@ -98,8 +99,6 @@ def data(request: Request) -> Response:
     stages = curves.stages(history, run.id, text=choice.text)
     return JSONResponse(
         {
-            "axis": choice.axis,
-            "label": curves.AXES[choice.axis],
             "state": run.state,
             "stages": [_stage(history, choice, stage) for stage in stages],
         }
@@ -132,16 +131,26 @@ def as_csv(request: Request) -> Response:
 
 
 def _stage(history: History, choice: Choice, stage: StageCurves) -> dict[str, Any]:
-    axis = choice.axis if stage.has_time else "step"
+    axis = stage.axis(choice.axis)
     complete = curves.trainings(history, stage.nodes, stage.names, axis=axis)
     shown = choice.shown(stage, complete)
     every = complete
-    if choice.between is not None:
+    if choice.between is not None and axis == "step":
         read = [name for n in shown for name in (n, VALIDATION_PREFIX + n) if name in stage.names]
-        every = curves.trainings(history, stage.nodes, read, axis=axis, between=choice.between)
-    alarms = curves.alarms_of(complete)
+        # By training, so that each keeps its color and label if others have no step in the part.
+        parts = [
+            curves.trainings(history, [n for _, n in each.borders], read, between=choice.between)
+            for each in complete
+        ]
+        every = [
+            dataclasses.replace(each, curves=part[0].curves if part else {})
+            for each, part in zip(complete, parts, strict=True)
+        ]
+    alarms = curves.alarms_of(history, stage, axis=axis)
     return {
         "task": visible(stage.task.rpartition(".")[2]),
+        "axis": axis,
+        "label": curves.AXES[axis],
         "charts": [
             {
                 "name": name,

@@ -97,7 +97,7 @@
       legend: { show: false },
       scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
       axes: [
-        latest.axis === "time"
+        plot.axis === "time"
           ? { ...axis, size: 30, space: 50, incrs: TIMES, values: (_, all) => all.map(clock) }
           : { ...axis, size: 30, space: 50, values: (_, all) => all.map((value) => value == null ? "" : compact(value)) },
         { ...axis, size: 56, values: (_, all) => all.map((value) => value == null ? "" : compact(value)) },
@@ -201,7 +201,7 @@
     const { u, built } = plot;
     const isHovered = u && u.cursor.left >= 0 && u.cursor.idx != null;
     const items = [];
-    if (isHovered) items.push(make("li", { class: "quiet" }, latest.axis === "step" ? `step ${number(u.data[0][u.cursor.idx])}` : position(u.data[0][u.cursor.idx], latest.axis)));
+    if (isHovered) items.push(make("li", { class: "quiet" }, plot.axis === "step" ? `step ${number(u.data[0][u.cursor.idx])}` : position(u.data[0][u.cursor.idx], plot.axis)));
     built.series.forEach(({ line, kind }, index) => {
       if (kind === "mean" && !isHovered) return;
       const y = isHovered ? u.data[index + 1][u.cursor.idxs[index + 1]] : line.y.findLast((value) => value != null);
@@ -218,11 +218,11 @@
     const from = u.posToVal(left, "x");
     const to = u.posToVal(left + width, "x");
     u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-    zoomTo(plot.stage, from, to);
+    zoomTo(plot, from, to);
   }
 
-  function zoomTo(stage, from, to) {
-    const isStep = latest.axis === "step";
+  function zoomTo({ stage, axis }, from, to) {
+    const isStep = axis === "step";
     const ends = isStep ? [Math.floor(from), Math.ceil(to)] : [from, to].map((end) => Number(end.toPrecision(6)));
     if (ends[1] <= ends[0]) return;
     if (zoom?.stage === stage && zoom.from === ends[0] && zoom.to === ends[1]) return;
@@ -254,7 +254,7 @@
       const { min, max } = u.scales.x;
       const middle = u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : (min + max) / 2;
       const half = (max - min) * (event.key === "+" ? 0.25 : 1);
-      zoomTo(plot.stage, Math.max(xs[0] < min ? -Infinity : xs[0], middle - half), middle + half);
+      zoomTo(plot, Math.max(xs[0] < min ? -Infinity : xs[0], middle - half), middle + half);
     } else if (event.key === "0") {
       reset();
     } else {
@@ -289,11 +289,10 @@
     return plot;
   }
 
-  function update(plot, chart, borders, height = plot.u?.height ?? 200) {
-    plot.chart = chart;
-    plot.borders = borders;
+  function update(plot, chart, { axis, label, borders }, height = plot.u?.height ?? 200) {
+    Object.assign(plot, { chart, axis, label, borders });
     const built = tables(chart);
-    const shape = JSON.stringify([built.isLog, latest.axis, built.series.map(({ line, kind }) => [line.label, line.color, kind, line.x.length < 2])]);
+    const shape = JSON.stringify([built.isLog, axis, built.series.map(({ line, kind }) => [line.label, line.color, kind, line.x.length < 2])]);
     plot.built = built;
     if (plot.u && plot.shape === shape && plot.u.height === height) {
       const { left, top } = plot.u.cursor;
@@ -307,11 +306,11 @@
       if (zoom?.stage === plot.stage) fit(plot);
     }
     const xs = built.data[0];
-    const ends = xs.length ? `${position(xs[0], latest.axis)} to ${position(xs.at(-1), latest.axis)}` : "no values";
+    const ends = xs.length ? `${position(xs[0], axis)} to ${position(xs.at(-1), axis)}` : "no values";
     const last = chart.lines.map((line) => `${line.label || "last value"} ${number(line.y.findLast((value) => value != null))}`).join("; ");
-    plot.area.setAttribute("aria-label", `${chart.title} over ${latest.label} ${ends}: ${last}. Arrow keys read values, + and − zoom.`);
+    plot.area.setAttribute("aria-label", `${chart.title} over ${label} ${ends}: ${last}. Arrow keys read values, + and − zoom.`);
     plot.alarm.replaceChildren(...chart.alarms.map((alarm) => make("p", { class: "alarm" },
-      `▼ ${alarm.name}: ${alarm.condition}, ${alarm.isOver ? `until ${position(alarm.to, latest.axis)}` : `since ${position(alarm.from, latest.axis)}`}`)));
+      `▼ ${alarm.name}: ${alarm.condition}, ${alarm.isOver ? `until ${position(alarm.to, axis)}` : `since ${position(alarm.from, axis)}`}`)));
     showValues(plot);
   }
 
@@ -328,14 +327,14 @@
       place.replaceWith(plot.figure);
       dialog.remove();
       plot.large.hidden = false;
-      update(plot, plot.chart, plot.borders, 200);
+      update(plot, plot.chart, plot, 200);
       plot.large.focus();
     });
     plot.large.hidden = true;
     dialog.showModal();
     full = plot.chart.name;
     remember();
-    update(plot, plot.chart, plot.borders, Math.max(240, Math.round(innerHeight * 0.66)));
+    update(plot, plot.chart, plot, Math.max(240, Math.round(innerHeight * 0.66)));
   }
 
   // ---- The page
@@ -354,7 +353,7 @@
     let data;
     try {
       data = await read();
-      if (zoom && data.axis === "step") {
+      if (zoom && data.stages.some((stage) => stage.task === zoom.stage && stage.axis === "step")) {
         const detail = await read({ from: zoom.from, to: zoom.to });
         data.stages = data.stages.map((stage, index) => stage.task === zoom?.stage && detail.stages[index] ? detail.stages[index] : stage);
       }
@@ -378,7 +377,7 @@
       if (inPlace.length === figures.length && (grid.children.length !== figures.length || figures.some((plot, index) => grid.children[index] !== plot.figure))) {
         grid.replaceChildren(...figures.map((plot) => plot.figure));
       }
-      figures.forEach((plot, index) => update(plot, stage.charts[index], stage.borders));
+      figures.forEach((plot, index) => update(plot, stage.charts[index], stage));
     }
     for (const [key, plot] of plots) {
       if (seen.has(key)) continue;
@@ -407,7 +406,7 @@
     if (!latest) return;
     for (const plot of plots.values()) {
       plot.shape = "";
-      update(plot, plot.chart, plot.borders);
+      update(plot, plot.chart, plot);
     }
   }
 

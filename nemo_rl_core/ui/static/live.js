@@ -8,14 +8,20 @@
   let source = null;
   let isRenewing = false;
   let isStale = false;
+  const shown = new Map(); // each part as the server sent it, before times.js rewrites its times
+  for (const part of document.querySelectorAll("[data-live]")) shown.set(part, part.innerHTML);
 
   function put(part, newer) {
-    // Opened details stay open.
+    if (shown.get(part) === newer.innerHTML) return;
+    shown.set(part, newer.innerHTML);
+    // Opened details stay open, and ticked boxes ticked.
     const opened = [...part.querySelectorAll("details")].map((one) => one.open);
     newer.querySelectorAll("details").forEach((one, index) => { if (opened[index]) one.open = true; });
-    if (part.innerHTML === newer.innerHTML) return;
+    const sameBox = (one) => `input[name="${CSS.escape(one.name)}"][value="${CSS.escape(one.value)}"]`;
+    newer.querySelectorAll("input").forEach((one) => { one.checked = part.querySelector(sameBox(one))?.checked ?? one.checked; });
     const focused = part.contains(document.activeElement) ? document.activeElement : null;
-    const again = focused && (focused.id ? `#${CSS.escape(focused.id)}`
+    const again = focused && (focused.matches("input") ? sameBox(focused)
+      : focused.id ? `#${CSS.escape(focused.id)}`
       : focused.getAttribute("href") ? `[href="${CSS.escape(focused.getAttribute("href"))}"]` : null);
     // Nodes of a parsed document: scripts in it are never run.
     part.replaceChildren(...newer.childNodes);

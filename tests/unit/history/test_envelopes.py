@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from nemo_rl_core.errors import DamagedRecordError
+from nemo_rl_core.history import envelopes
 from nemo_rl_core.history.database import open_for_writing
 from nemo_rl_core.history.envelopes import MAX_BUCKETS, Envelope
 from nemo_rl_core.history.queries import History
@@ -109,6 +110,47 @@ def test_steps_that_a_resumed_attempt_repeats_replace_the_former_ones(running) -
         repeated = [bucket for bucket in envelope if bucket.high.value == 2.0]
         assert repeated[0].begin == 500
         assert repeated[-1].begin // 4 == (begin + 99) // 4
+
+
+def test_an_attempt_that_begins_again_replaces_all_former_steps(running) -> None:
+    """Its attempt has no step from which it resumed."""
+    writer, node, history = running
+    log(writer, node, dict.fromkeys(range(600), 0.0))
+    history.envelopes(node, ["loss"])
+    with writer._database as database:
+        database.execute("UPDATE attempts SET state = 'failed', ended_at = 1.0")
+        insert = (
+            "INSERT INTO attempts (node, number, state, started_at) VALUES (?, 2, 'running', 2)"
+        )
+        database.execute(insert, (node,))
+    for begin in (0, 100, 200):
+        log(writer, node, dict.fromkeys(range(begin, begin + 100), 9.0))
+        envelope = history.envelopes(node, ["loss"])["loss"]
+        # 600 steps are 150 buckets of 4; 25 of them are new each time.
+        assert [b.high.value for b in envelope] == [9.0] * (begin // 4 + 25) + [0.0] * (
+            125 - begin // 4
+        )
+
+
+def test_a_number_of_buckets_is_kept_and_the_oldest_are_dropped(running, monkeypatch) -> None:
+    """A curve of 8 steps is 8 buckets, or 2 of 4 steps if at most 3 are wanted."""
+    writer, node, history = running
+    for name in "abc":
+        log(writer, node, {step: float(step) for step in range(8)}, name)
+    writer.end_node(node, NodeEnd("succeeded"))
+    few = history.envelopes(node, ["a"], most=3)["a"]
+    assert [(b.begin, b.low.value, b.high.value) for b in few] == [(0, 0.0, 3.0), (4, 4.0, 7.0)]
+    monkeypatch.setattr(envelopes, "_KEPT_BUCKETS", 20)  # each curve counts as one more
+    queries: list[str] = []
+    history._database.set_trace_callback(queries.append)
+
+    def is_read(name: str) -> bool:
+        queries.clear()
+        envelope = history.envelopes(node, [name])[name]
+        assert [b.low.value for b in envelope] == [float(step) for step in range(8)]
+        return any("FROM metrics" in query for query in queries)
+
+    assert [is_read(name) for name in "abaacabb"] == [1, 1, 0, 0, 1, 0, 1, 0]
 
 
 def test_a_step_has_its_time_and_its_tokens(running, store: Store) -> None:
