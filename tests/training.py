@@ -1,15 +1,20 @@
 """Helpers of tests of complete trainings: comparison of models, and replays."""
 
+import copy
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
 from nemo_rl_core.data.loader import PromptLoader
+from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
+from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.trainers.base import BaseTrainer
 from nemo_rl_core.trainers.callbacks import Callback
@@ -132,3 +137,47 @@ class AddTrainer(BaseTrainer[AddSettings, AddConfig]):
 
     def _peak_memory_gib(self) -> float:
         return 0.5
+
+
+class KeepsWeights(Callback):
+    """Copies the weights of a policy with `state_dict` after each step.
+
+    Attributes:
+        weights: Weights by version.
+    """
+
+    def __init__(self) -> None:
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_fit_begin(self, trainer: Any) -> None:
+        self.on_step_end(trainer, 0, {})
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        policy: Any = trainer.policy
+        policy = policy.policy if isinstance(policy, CustomPolicyAdapter) else policy
+        self.weights[step] = copy.deepcopy(policy.state_dict())
+
+
+def assert_logprobs_of_named_versions(
+    result: TrainResult, kept: KeepsWeights, model_folder: Path
+) -> None:
+    """Asserts that each recorded logprob is that of the weights that its version names."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+
+    def largest_gap(rollouts: Sequence[Rollout], *, offset: int) -> float:
+        gaps = []
+        for rollout in rollouts:
+            completion = rollout.completion
+            (version,) = set(completion.weight_versions)
+            model.load_state_dict(kept.weights[version + offset])
+            ids = torch.tensor([[*rollout.prompt.token_ids, *completion.token_ids]])
+            with torch.no_grad():
+                logprobs = model(ids).logits[0, :-1].log_softmax(-1)
+            of_tokens = logprobs.gather(1, ids[0, 1:, None])[len(rollout.prompt.token_ids) - 1 :, 0]
+            gaps.append((of_tokens - torch.tensor(completion.logprobs)).abs().max().item())
+        return max(gaps)
+
+    for step in range(1, len(result.metrics) + 1):
+        rollouts = RolloutRecords(result.folder / "rollouts").load(step)
+        assert largest_gap(rollouts, offset=0) < 1e-4
+        assert largest_gap(rollouts, offset=1) > 0.01

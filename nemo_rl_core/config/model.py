@@ -167,7 +167,8 @@ def as_model(model: Any) -> Any:
             return _Named.model_validate(values).model
         except ValidationError as error:
             raise describe(error, values) from error
-    if model is None or isinstance(model, bool | int | float | list | tuple):
+    is_other_config = isinstance(model, FrozenConfig) and not isinstance(model, ModelSource)
+    if model is None or isinstance(model, bool | int | float | list | tuple) or is_other_config:
         raise ConfigError(
             "model does not name a model",
             expected="a hub name, a folder in the transformers layout, a section model such as "

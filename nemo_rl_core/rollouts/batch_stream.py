@@ -30,7 +30,7 @@ class BatchStream(AbstractContextManager["BatchStream"]):
     """Rolls out and scores steps in a thread, one after the other.
 
     Args:
-        roll_out: Called with the prompts of each draw, mostly in the thread.
+        roll_out: Called with the prompts of each draw: in the thread, or by `begin`.
         on_draw: Called in the thread with the rollouts of each draw, as in `RolloutStream`.
         waiting: Context in which the caller waits for steps.
     """
@@ -51,8 +51,8 @@ class BatchStream(AbstractContextManager["BatchStream"]):
         """Begins a step.
 
         Args:
-            while_training: Whether to return at once. Otherwise the first draw is sampled before,
-                and the thread scores it.
+            while_training: Whether to return at once. Otherwise `begin` samples the first draw, and
+                returns while the thread scores it.
         """
         roll_out = partial(self._roll_out, step=step, while_training=while_training)
         first = None
@@ -73,8 +73,8 @@ class BatchStream(AbstractContextManager["BatchStream"]):
         self._steps.pop(step).result()
 
     @contextmanager
-    def exclusive(self, *, with_environment: bool = False) -> Generator[None]:
-        """Waits for all begun steps; the engine, and the environment, are then free."""
+    def exclusive(self) -> Generator[None]:
+        """Waits for all begun steps; the engine and the environment are then free."""
         self.finish()
         yield
 
@@ -113,4 +113,5 @@ class BatchStream(AbstractContextManager["BatchStream"]):
             if rollouts is None:
                 rollouts = roll_out(further, first_group=num_prompts)
             num_prompts += len(further)
-            further, rollouts = self._on_draw(step, rollouts), None
+            further = None if self._is_closed else self._on_draw(step, rollouts)
+            rollouts = None

@@ -214,14 +214,10 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             return True
 
     @contextmanager
-    def exclusive(self, *, with_environment: bool = False) -> Generator[None]:
+    def exclusive(self) -> Generator[None]:
         """Locks the engine, for new weights or a restart."""
-        if with_environment:
-            with self._environment_lock, self._lock:
-                yield
-        else:
-            with self._lock:
-                yield
+        with self._lock:
+            yield
 
     @contextmanager
     def environment_alone(self) -> Generator[None]:

@@ -193,7 +193,7 @@ class BaseTrainer(ABC, Generic[S, C]):
 
         The defaults depend on the model: a pretrained model gets a suitable learning rate,
         completion length and dtype, and the GPUs of this machine. The choices are logged and
-        recorded in the config.
+        recorded in the config. A subclass with another constructor gets the model and overrides.
 
         Args:
             model: A hub name, a folder in the transformers layout, the config of a model (also as

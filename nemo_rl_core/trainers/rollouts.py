@@ -130,6 +130,11 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         policy = self.policy if isinstance(self.policy, CustomPolicyAdapter) else None
         return self._custom.engine or policy
 
+    @property
+    def _policy_samples(self) -> bool:
+        """Whether a custom policy samples itself, without an engine."""
+        return self._custom.policy is not None and self._custom.engine is None
+
     def _check_context(self, model_folder: Path) -> None:
         """Checks lengths before any worker starts; vLLM would fail a minute later, less clearly."""
         prompt, new = self.settings.max_prompt_tokens, self.settings.max_rollout_tokens
@@ -178,7 +183,8 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             )
         has_gate = isinstance(self.config, Gated)
         if has_gate and not self.sampler.engine.has_logprobs:
-            rollouts = self._with_policy_logprobs(rollouts)
+            with self.timer.phase("logprobs"):
+                rollouts = self._with_policy_logprobs(rollouts)
         with self.timer.phase("reward"):
             scored, metrics = self.sampler.post_process(self.sampler.score(rollouts))
         self._environment_metrics.append((len(valid_rollouts(scored)), metrics))
@@ -191,8 +197,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 "the engine returns no logprobs, so the policy computes them: the gate has nothing "
                 "to compare, and nothing checks that the engine samples with the policy's weights"
             )
-        with self.timer.phase("logprobs"):
-            completed = with_logprobs_of(self.policy, rollouts)
+        completed = with_logprobs_of(self.policy, rollouts)
         self._release_policy()  # a model may score on the same GPU
         return completed
 

@@ -32,7 +32,10 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
         method = "get_reference_topk_logprobs"
         if self._custom.policy and overrides(self._custom.policy, "get_reference_logprobs"):
             method = "get_reference_logprobs"
-        return {**super()._policy_methods(), method: "the likeliest tokens of a teacher"}
+        methods = {**super()._policy_methods(), method: "the likeliest tokens of a teacher"}
+        if self._custom.engine is not None:
+            methods["get_logprobs"] = "logprobs of the student, which check the engine"
+        return methods
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         has_teacher = spec.reference is not None and spec.reference != spec.start
@@ -56,8 +59,8 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
         super()._update_weights(sampler, last_step=last_step)
         # A step does not compute the student's logprobs, so it has no gate.
-        if self._custom.policy is not None and self._custom.engine is None:
-            return  # the student samples itself
+        if self._policy_samples:
+            return
         engine = sampler.generation
         if math.isnan(engine.prove(cast("Policy", self.policy))):
             raise ConfigError(

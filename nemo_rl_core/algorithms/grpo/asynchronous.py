@@ -16,6 +16,7 @@ from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, WorkerLostError
+from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.remote_compute import Computed
 from nemo_rl_core.rollouts.batch import valid_rollouts
@@ -47,8 +48,9 @@ class AsyncGRPOTrainer(GRPOTrainer):
     """Starts the rollouts of a step before the step begins.
 
     Steps train in order, on the same prompts as in `GRPOTrainer`; with `max_staleness: 0` the
-    weights are bitwise identical. Otherwise timing decides which weights of vLLM draw which token.
-    The version of every token is recorded, and a replay of the records repeats the run bitwise.
+    weights are bitwise identical. With a larger limit, vLLM gets new weights in the middle of its
+    completions, so which weights draw a token depends on timing. The version of every token is
+    recorded, and a replay of the records repeats the run bitwise.
 
     Engines other than vLLM complete one batch at a time, and take weights only between steps: the
     same weights draw all tokens of a step, also in a second run.
@@ -57,23 +59,23 @@ class AsyncGRPOTrainer(GRPOTrainer):
     sampler_class = StreamingSampler
     samples_ahead = True
     _stream: RolloutStream | BatchStream
-    _agreement = nan  # of the engine and the policy, after the last transfer
+    _agreement: float  # of engine and policy on fixed prompts; NaN if this step has no such proof
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
         self._last_step = self._steps(spec).last
-        self._last_begun = 0
+        self._last_begun, self._agreement = 0, nan
         settings = self.config.asynchronous
         assert settings is not None  # checked in super()._set_up
         self._max_staleness = settings.max_staleness
         if isinstance(self.sampler, StreamingSampler):
-            # The trainer has it except while it waits for rollouts. Only then is there memory for a
-            # model that scores on its GPU: gradients and caches were freed before the transfer.
+            # Locked by the trainer, and released while it waits for rollouts. A model that scores
+            # on the trainer's GPU has memory only then, without gradients and caches.
             self._gpu_turn = threading.Lock()
             self._gpu_turn.acquire()
             self._sampled: dict[int, _SampledStep] = {}
             if self.sampler.streaming is None:
-                stream = BatchStream(self._roll_out_ahead, self._score_draw, self._gpu_given_up)
+                stream = BatchStream(self._roll_out_ahead, self._score_draw, self._gpu_released)
                 self._stream = resources.enter_context(stream)
             else:
                 self._stream = self.sampler.stream(
@@ -93,8 +95,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
         if not isinstance(generation, VllmGenerationConfig):
             return self.settings
         sequences, engines = self.config.num_sequences_per_step, generation.num_engines
-        most = sequences if engines == 1 else ceil(_UNEVEN_SHARE * sequences / engines)
-        limits = {"max_num_seqs": min(generation.max_num_seqs, most)}
+        share = sequences if engines == 1 else ceil(_UNEVEN_SHARE * sequences / engines)
+        limits = {"max_num_seqs": min(generation.max_num_seqs, share)}
         sampling = generation.model_copy(update=limits)
         return self.settings.model_copy(update={"generation": sampling})
 
@@ -110,8 +112,9 @@ class AsyncGRPOTrainer(GRPOTrainer):
         if not isinstance(self.sampler, StreamingSampler):
             return super()._sample_rollouts(prompts)
         stream, engine = self._stream, self.sampler.streaming
-        if isinstance(stream, BatchStream) or engine is None:
+        if engine is None:
             return self._sample_batches(prompts)
+        assert isinstance(stream, RolloutStream)
         policy, version = cast("Policy", self.policy), self.step - 1
         if self.step in self._sampled:
             with self.timer.phase("rollout"), stream.exclusive():
@@ -126,7 +129,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
             self._agreement = engine.agreement
             if self.sampler.scores_on_a_gpu:
                 self._release_policy()  # which the check has loaded again
-        with self.timer.phase("rollout"), self._gpu_given_up():
+        with self.timer.phase("rollout"), self._gpu_released():
             stream.take(self.step)
         sampled = self._sampled.pop(self.step)
         self._environment_metrics += sampled.environment_metrics
@@ -137,7 +140,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
 
         The engine gets the weights of the step before, and samples the steps that `max_staleness`
         now allows while this one is trained. The first step, and each step without staleness, is
-        sampled as in `GRPOTrainer`.
+        sampled as in `GRPOTrainer`. Other steps have no tokens of the current weights for the gate
+        to compare, so a proof checks the engine.
         """
         sampler, stream = self.sampler, self._stream
         assert sampler is not None and isinstance(stream, BatchStream)
@@ -145,13 +149,16 @@ class AsyncGRPOTrainer(GRPOTrainer):
             if sampler.scores_on_a_gpu:
                 self._release_policy()
             stream.finish()
-        sampler.engine.weight_version = self.step - 1
+        sampler.engine.weight_version, self._agreement = self.step - 1, nan
         sampled = self._finished_step(stream)
         if sampled is None:
             rollouts, metrics = super()._sample_rollouts(prompts)
         else:
             with self.timer.phase("sync"):
                 self._update_weights(sampler, last_step=self.step - 1)
+                if sampler.engine.has_logprobs and not self._policy_samples:
+                    self._agreement = sampler.generation.prove(cast("Policy", self.policy))
+                self._finish_generation(sampler)
             self._environment_metrics += sampled.environment_metrics
             rollouts, metrics = sampled.draws.rollouts(), sampled.draws.metrics()
         with self.timer.phase("rollout"):
@@ -159,7 +166,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         return rollouts, metrics
 
     def _finished_step(self, stream: BatchStream) -> _SampledStep | None:
-        """Returns the current step; None if it was not begun, or a worker was lost meanwhile."""
+        """Returns the current step; None if it was not begun, or its sampling lost a worker."""
         sampled = self._sampled.pop(self.step, None)
         if sampled is not None:
             try:
@@ -172,11 +179,13 @@ class AsyncGRPOTrainer(GRPOTrainer):
     def _begin_batches(self, stream: BatchStream) -> None:
         """Begins later steps with the current weights.
 
-        A custom policy samples and trains in this process, so it must sample first; so must an
-        engine without logprobs, which the policy computes before it is trained.
+        A custom policy or engine samples in this process before training, since it draws from the
+        random number generator of the process. So does an engine without logprobs, which the
+        policy computes before it is trained.
         """
         assert self.sampler is not None
-        while_training = isinstance(self.policy, Policy) and self.sampler.engine.has_logprobs
+        has_workers = isinstance(self.sampler.generation, Generation)
+        while_training = has_workers and self.sampler.engine.has_logprobs
         for step, prompts in self._steps_to_begin(first=self.step + 1):
             stream.begin(prompts, step=step, while_training=while_training)
         if not while_training and self.config.dynamic_sampling is not None:
@@ -223,7 +232,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         return super()._record(rollouts, advantages=advantages)
 
     @contextmanager
-    def _gpu_given_up(self) -> Iterator[None]:
+    def _gpu_released(self) -> Iterator[None]:
         self._gpu_turn.release()
         try:
             yield
@@ -237,8 +246,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         """
         sampled, sampler = self._sampled[step], self.sampler
         assert sampler is not None
-        # Turns were scored when they ended. What is left is to count their failures, which does not
-        # call the environment.
+        # Turns were scored when they ended; `score` only counts their failures.
         has_turns = sampler.environment is not None
         turn = self._gpu_turn if sampler.scores_on_a_gpu and not has_turns else nullcontext()
         with turn, nullcontext() if has_turns else self._stream.environment_alone():
@@ -254,14 +262,11 @@ class AsyncGRPOTrainer(GRPOTrainer):
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
         """Updates the weights before a validation; samples then continue with the new weights.
 
-        An engine that completes batches gets all its weights here. Without staleness the gate of
-        each step checks it; otherwise the step has no tokens of the current weights.
+        An engine that completes batches gets all its weights here.
         """
         assert isinstance(sampler, StreamingSampler)
         if sampler.streaming is None:
             super()._update_weights(sampler, last_step=last_step)
-            if self._max_staleness:
-                self._agreement = sampler.generation.prove(cast("Policy", self.policy))
             return
         with self._stream.exclusive():
             sampler.streaming.update_weights(cast("Policy", self.policy), weight_version=last_step)
@@ -269,7 +274,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
     def _validate(self) -> dict[str, float]:
         if self.sampler is None or not self._held_out:
             return {}
-        with self._stream.exclusive(with_environment=True):
+        with self._stream.environment_alone(), self._stream.exclusive():
             return super()._validate()
 
     def _begin_steps(self, stream: RolloutStream, *, next_version: int | None = None) -> None:

@@ -199,8 +199,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
 
     def _further_prompts(self, *, step: int, num_draws: int) -> list[Prompt]:
         assert self.config.dynamic_sampling is not None  # else there is one draw
-        most = self.config.dynamic_sampling.max_draws
-        return self._more_prompts.batch((step - 1) * (most - 1) + num_draws - 1)
+        max_draws = self.config.dynamic_sampling.max_draws
+        return self._more_prompts.batch((step - 1) * (max_draws - 1) + num_draws - 1)
 
     def _training_setup(self, spec: RunSpec) -> TrainingSetup:
         return replace(

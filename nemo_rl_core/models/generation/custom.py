@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from inspect import signature
 from typing import Any
 
@@ -89,8 +90,8 @@ class CustomEngineAdapter(GenerationInterface):
             yield (lengths == length).nonzero()[:, 0].tolist()
 
     def _completed(self, data: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
-        most = self.config.max_new_tokens
-        limits = data.get("max_new_tokens", torch.full((data.size,), most)).clamp(max=most)
+        limit = self.config.max_new_tokens
+        limits = data.get("max_new_tokens", torch.full((data.size,), limit)).clamp(max=limit)
         lengths = data["input_lengths"]
         ids = data["input_ids"][:, : int(lengths.max())]
         columns = {
@@ -183,16 +184,22 @@ class CustomEngineAdapter(GenerationInterface):
         weights = unwrapped.state_dict() if takes_state_dict(self._source) else unwrapped
         self._generator.update_weights(weights)
 
+    @cached_property
+    def _proof_prompts(self) -> BatchedDataDict:
+        setup = self._setup
+        return proof_prompts(setup.model_folder, max_model_len=setup.max_model_len)
+
     def prove(self, policy: PolicyInterface) -> float:
         """Completes a few fixed prompts, and compares their logprobs with the policy's.
 
         Returns:
             `token_mult_prob_error`; 1 is perfect agreement, NaN without logprobs to compare.
         """
-        setup = self._setup
-        prompts = proof_prompts(setup.model_folder, max_model_len=setup.max_model_len)
+        prompts = self._proof_prompts
+        self.prepare_for_generation()
         # One by one: the prompts of a run may all have one length, which an engine may rely on.
         parts = [self.generate(prompts.slice(row, row + 1)) for row in range(prompts.size)]
+        self.finish_generation()
         output = joined_outputs(parts)
         if "logprobs" not in output:
             return math.nan

@@ -41,7 +41,9 @@ def fit_call(trainer: TrainerForFit, request: FitRequest) -> FitCall:
     cls = trainer.cls
     section = getattr(trainer.settings, trainer.algorithm, None)
     unrepeatable = [
-        f"the {name}, {reward_name(part)}, is not at the top level of an importable module"
+        f"the {name} is a custom object, {reward_name(part)}, which is not recorded"
+        if name not in FIELDS
+        else f"the {name}, {reward_name(part)}, is not at the top level of an importable module"
         for name, part in request.parts.items()
         if name not in FIELDS or not is_importable(part, getattr(section, FIELDS[name]).target)
     ]

@@ -118,12 +118,12 @@ def test_an_unknown_key_is_named_with_its_path(recipe: dict, path: str, suggesti
             ["be a multiple of num_kv_heads (3)"],
         ),
         ({"grpo": {"advantage": {"kind": "gropu"}}}, ["grpo.advantage", "gropu"]),
-        ({"cluster": {"shape": "laptp"}}, ["cluster.shape", "laptop"]),
-        ({"seed": -1}, ["seed", "greater than or equal to 0"]),
+        ({"cluster": {"shape": "laptp"}}, ["cluster.shape", "laptop", "got: 'laptp'"]),
+        ({"seed": -1}, ["seed", "greater than or equal to 0", "got: -1"]),
         ({"generation": {"temperature": -1}}, ["  generation.temperature: ", "equal to 0"]),
-        ({"evaluation": {"confidence": 95}}, ["evaluation.confidence", "less than 1"]),
+        ({"evaluation": {"confidence": 95}}, ["evaluation.confidence", "less than 1", "got: 95"]),
         ({"environment": {"kind": "function", "target": "my_reward"}}, ["environment", "target"]),
-        ({"sft": {"num_steps": 0}}, ["sft.num_steps", "greater than 0"]),
+        ({"sft": {"num_steps": 0}}, ["sft.num_steps", "greater than 0", "got: 0"]),
     ],
 )
 def test_a_contradiction_is_refused_when_the_recipe_is_loaded(

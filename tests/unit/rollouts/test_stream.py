@@ -316,7 +316,7 @@ def test_weights_do_not_wait_for_a_slow_environment_but_a_validation_does(
     with stream.exclusive():
         assert not let_go.is_set()
     threading.Timer(0.1, let_go.set).start()
-    with stream.exclusive(with_environment=True):
+    with stream.environment_alone(), stream.exclusive():
         assert let_go.is_set()
         calls = environment.num_calls
         time.sleep(0.1)

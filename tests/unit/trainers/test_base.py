@@ -254,6 +254,7 @@ def test_a_model_may_be_the_section_of_a_recipe() -> None:
         ({"kind": "fromconfig"}, "model"),
         (None, "model does not name a model"),
         (["m"], "model does not name a model"),
+        (SFTTrainer.settings_class(), "model does not name a model"),
     ],
 )
 def test_an_invalid_model_is_refused(model: Any, message: str) -> None:

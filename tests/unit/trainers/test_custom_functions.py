@@ -428,4 +428,4 @@ def test_a_run_with_an_unnamed_function_or_an_object_cannot_be_repeated() -> Non
     (of_object,) = reasons("loss_fn", NLLLoss())
     assert of_object == "the loss_fn, NLLLoss, is not at the top level of an importable module"
     (of_policy,) = reasons("policy", Critic)
-    assert of_policy == "the policy, Critic, is not at the top level of an importable module"
+    assert of_policy == "the policy is a custom object, Critic, which is not recorded"

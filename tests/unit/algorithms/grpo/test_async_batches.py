@@ -5,8 +5,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +14,22 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_core import AsyncGRPOTrainer, DistillationTrainer, GRPOTrainer
+from nemo_rl_core import AsyncGRPOTrainer, Callback, DistillationTrainer, GRPOTrainer
 from nemo_rl_core.algorithms.grpo import asynchronous
 from nemo_rl_core.distributed import BatchedDataDict
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import ConfigError, ConsistencyError, WorkerLostError
+from nemo_rl_core.models.generation.custom import CustomEngineAdapter
+from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
+from nemo_rl_core.rollouts import batch_stream
 from nemo_rl_core.rollouts.batch_stream import BatchStream
 from nemo_rl_core.rollouts.records import RolloutRecords
+from nemo_rl_core.telemetry.timer import Timer
 from nemo_rl_core.trainers.fit.fitting import TrainResult
 from nemo_rl_core.types import Rollout
-from tests.training import replay
+from tests.training import KeepsWeights, assert_logprobs_of_named_versions, replay
 from tests.unit.trainers.test_own_policy import (
     ROLLOUTS,
     ROWS,
@@ -69,16 +74,28 @@ def shared(policy: Learner) -> CustomGeneration:
 
 
 def trained(
-    model: Path, engine_of: Any, max_staleness: int | None = None, **settings: Any
+    model: Path,
+    engine_of: Any,
+    max_staleness: int | None = None,
+    *,
+    policy_class: type[Learner] = Learner,
+    callbacks: Sequence[Callback] = (),
+    **settings: Any,
 ) -> tuple[Learner, TrainResult]:
-    policy = Learner(str(model))
+    policy = policy_class(str(model))
     if engine_of is not None:
         settings |= {"generation": engine_of(policy), "max_new_tokens": 1}
-    kind = GRPOTrainer if max_staleness is None else AsyncGRPOTrainer
-    ahead = None if max_staleness is None else {"max_staleness": max_staleness}
+    trainer_class = GRPOTrainer if max_staleness is None else AsyncGRPOTrainer
+    asynchronous = None if max_staleness is None else {"max_staleness": max_staleness}
     reward = settings.pop("reward_fn", lambda prompt, text: float(sum(map(ord, text))))
-    trainer = kind(policy, asynchronous=ahead, **{**SETTINGS, **settings})
-    return policy, trainer.fit(ROWS, reward_fn=reward)
+    trainer = trainer_class(policy, asynchronous=asynchronous, **{**SETTINGS, **settings})
+    return policy, trainer.fit(ROWS, reward_fn=reward, callbacks=callbacks)
+
+
+@pytest.fixture
+def engines_with_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets custom engines sample during training; `tests/ray` has real workers."""
+    monkeypatch.setattr(asynchronous, "Generation", CustomEngineAdapter)
 
 
 def assert_equal(one: Learner, other: Learner) -> None:
@@ -95,19 +112,27 @@ def versions(result: TrainResult) -> list[set[int]]:
     ]
 
 
+def checks(result: TrainResult) -> list[str]:
+    """Returns what compared the engine with the policy in each step."""
+    names = {"token_mult_prob_error": "gate", "handover_mult_prob_error": "proof"}
+    return [
+        " ".join(each for name, each in names.items() if name in step) for step in result.metrics
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine_of", [None, shared, Updated])
 @pytest.mark.parametrize("sampling", [None, {"max_draws": 3}])
 def test_without_staleness_a_custom_policy_is_trained_as_in_synchronous_training(
     tiny_model: Path, engine_of: Any, sampling: Any
 ) -> None:
-    by_turns, _ = trained(tiny_model, engine_of, dynamic_sampling=sampling)
-    in_step, result = trained(tiny_model, engine_of, 0, dynamic_sampling=sampling)
+    synchronous, _ = trained(tiny_model, engine_of, dynamic_sampling=sampling)
+    without_staleness, result = trained(tiny_model, engine_of, 0, dynamic_sampling=sampling)
     assert not torch.equal(
-        in_step.state_dict()["model.norm.weight"],
+        without_staleness.state_dict()["model.norm.weight"],
         Learner(str(tiny_model)).state_dict()["model.norm.weight"],
     )
-    assert_equal(in_step, by_turns)
+    assert_equal(without_staleness, synchronous)
     assert versions(result) == [{0}, {1}, {2}, {3}]
     assert all(step["staleness_max"] == 0 for step in result.metrics)
 
@@ -126,39 +151,176 @@ def test_a_custom_policy_trains_on_samples_as_old_as_allowed(
     trainer = AsyncGRPOTrainer(replayed, asynchronous={"max_staleness": 1}, **SETTINGS)
     replay(trainer, result, result.folder / "rollouts", tmp_path / "work")
     assert_equal(replayed, policy)
-    has_logprobs = engine_of is not None
-    assert [("handover_mult_prob_error" in step) for step in result.metrics] == [has_logprobs] * 4
-    # Only the first step has tokens of the current weights.
-    assert [("token_mult_prob_error" in step) for step in result.metrics] == [
-        has_logprobs,
-        *[False] * 3,
-    ]
+    assert checks(result) == (["gate", *["proof"] * 3] if engine_of is not None else [""] * 4)
 
 
 @pytest.mark.slow
-def test_an_engine_samples_in_a_thread_while_workers_train(
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_policy_that_samples_is_not_compared_with_itself(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int
+) -> None:
+    calls, phases = [0], []
+
+    class Counted(Learner):
+        def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
+            calls[0] += 1
+            return super().generate(data, greedy)
+
+    @contextmanager
+    def phase(self: Timer, name: str) -> Iterator[None]:
+        assert not phases, f"{name} is part of {phases}, so the phases exceed the step"
+        phases.append(name)
+        yield
+        phases.pop()
+
+    monkeypatch.setattr(Timer, "phase", phase)
+    trained(tiny_model, None, policy_class=Counted)
+    num_calls, calls[0] = calls[0], 0
+    trained(tiny_model, None, max_staleness, policy_class=Counted)
+    assert calls[0] == num_calls
+
+
+@pytest.mark.slow
+def test_a_custom_engine_samples_before_training_and_an_engine_with_workers_meanwhile(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
+    trains = threading.Event()
 
     class Recorded(Updated):
         def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
             threads.append(threading.current_thread().name)
+            if threads[-1] == "rollouts":
+                assert trains.wait(30), "the step is not trained before the next one is sampled"
+                trains.clear()
             return super().generate(data, greedy)
 
-    before, _ = trained(tiny_model, Recorded, 1)
+    class Signals(Learner):
+        def train(self, data: Any, loss_fn: Any) -> dict[str, Any]:
+            trains.set()
+            return super().train(data, loss_fn)
+
+    # The thread would disturb the random numbers of this process, also if the policy has workers.
+    monkeypatch.setattr(asynchronous, "Policy", CustomPolicyAdapter)
+    before, _ = trained(tiny_model, Recorded, 1, policy_class=Signals)
     assert set(threads) == {"MainThread"}
     threads.clear()
-    # As if the policy had workers; `tests/ray/test_custom_asynchronous.py` has real ones.
-    monkeypatch.setattr(asynchronous, "Policy", CustomPolicyAdapter)
-    policy, result = trained(tiny_model, Recorded, 1)
+    trains.clear()
+    monkeypatch.setattr(asynchronous, "Generation", CustomEngineAdapter)
+    policy, result = trained(tiny_model, Recorded, 1, policy_class=Signals)
     assert threads.count("rollouts") == NUM_STEPS - 1
     assert versions(result) == [{0}, {0}, {1}, {2}]
     assert_equal(policy, before)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("has_workers", [False, True])
+def test_logprobs_are_those_of_the_weights_that_their_version_names(
+    tiny_model: Path, request: pytest.FixtureRequest, has_workers: bool
+) -> None:
+    if has_workers:
+        request.getfixturevalue("engines_with_workers")
+    kept = KeepsWeights()
+    _, result = trained(tiny_model, Updated, 1, callbacks=[kept])
+    assert_logprobs_of_named_versions(result, kept, tiny_model)
+
+
+class Sleeps(Updated):
+    """Generates only while it is awake."""
+
+    is_awake = False
+
+    def prepare_for_generation(self) -> None:
+        self.is_awake = True
+
+    def finish_generation(self) -> None:
+        self.is_awake = False
+
+    def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
+        assert self.is_awake
+        return super().generate(data, greedy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [None, 0, 1])
+def test_an_engine_is_awake_in_its_proof_and_asleep_in_training(
+    tiny_model: Path, max_staleness: int | None
+) -> None:
+    engines: list[Sleeps] = []
+    is_awake: list[bool] = []
+
+    class Watches(Learner):
+        def train(self, data: Any, loss_fn: Any) -> dict[str, Any]:
+            is_awake.append(engines[-1].is_awake)
+            return super().train(data, loss_fn)
+
+    def engine_of(policy: Learner) -> Sleeps:
+        engines.append(Sleeps(policy))
+        return engines[-1]
+
+    _, result = trained(tiny_model, engine_of, max_staleness, policy_class=Watches)
+    assert is_awake == [False] * NUM_STEPS
+    assert checks(result)[1:] == ["proof" if max_staleness else "gate"] * 3
+
+
+@pytest.mark.slow
+def test_a_replay_does_not_report_the_proof_of_an_earlier_run(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    policy = Learner(str(tiny_model))
+    settings = {**SETTINGS, "generation": Updated(policy), "max_new_tokens": 1}
+    trainer = AsyncGRPOTrainer(policy, asynchronous={"max_staleness": 1}, **settings)
+    result = trainer.fit(ROWS, reward_fn=lambda prompt, text: float(sum(map(ord, text))))
+    policy.__init__(str(tiny_model))  # type: ignore[misc]
+    replayed = replay(trainer, result, result.folder / "rollouts", tmp_path / "work")
+    assert not [step for step in replayed if "handover_mult_prob_error" in step]
+
+
+@pytest.mark.slow
+def test_a_step_whose_engine_is_lost_during_training_is_sampled_again(
+    tiny_model: Path, engines_with_workers: None
+) -> None:
+    may_restart: list[bool] = []
+    trainers: list[Any] = []
+
+    class LostOnce(Updated):
+        def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict:
+            if threading.current_thread().name == "rollouts":
+                may_restart.append(trainers[0].sampler.generation.may_restart)
+                if len(may_restart) == 2:
+                    raise WorkerLostError("the engine is lost")
+            return super().generate(data, greedy)
+
+    class Watch(Callback):
+        def on_fit_begin(self, trainer: Any) -> None:
+            trainers.append(trainer)
+
+        def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            trainer._stream.finish()
+            assert trainer.sampler.generation.may_restart
+
+    _, result = trained(tiny_model, LostOnce, 1, callbacks=[Watch()])
+    assert may_restart == [False] * 3  # for steps 2, 3 and 4
+    assert versions(result) == [{0}, {0}, {2}, {2}]
+    assert checks(result) == ["gate", "proof", "gate", "proof"]
+
+
+def test_an_engine_is_not_restarted_while_the_policy_is_trained() -> None:
+    engine = Generation.__new__(Generation)
+    engine.may_restart = False
+    calls: list[Any] = []
+
+    def call() -> None:
+        calls.append(engine)
+        raise WorkerLostError("the engine is lost")
+
+    with pytest.raises(WorkerLostError, match="the engine is lost"):
+        engine._with_restart(call)
+    assert len(calls) == 1
+
+
 class Chat:
-    """Answers `1=` once, and rewards digits."""
+    """Answers `1=` once, and rewards the sum of a turn's characters modulo 7."""
 
     def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
         turns = [sum(each["role"] == "assistant" for each in log) for log in message_log_batch]
@@ -178,9 +340,9 @@ class Chat:
 @pytest.mark.slow
 def test_all_turns_of_a_step_are_sampled_with_the_same_weights(tiny_model: Path) -> None:
     games = {"rollouts": {"max_turns": 3, "max_rollout_tokens": 24}, "reward_fn": Chat()}
-    by_turns, _ = trained(tiny_model, None, **games)
-    in_step, _ = trained(tiny_model, None, 0, **games)
-    assert_equal(in_step, by_turns)
+    synchronous, _ = trained(tiny_model, None, **games)
+    without_staleness, _ = trained(tiny_model, None, 0, **games)
+    assert_equal(without_staleness, synchronous)
     _, result = trained(tiny_model, None, 1, **games)
     assert versions(result) == [{0}, {0}, {1}, {2}]
     assert max(step["num_turns"] for step in result.metrics) == 2
@@ -260,8 +422,11 @@ def test_an_engine_with_old_weights_is_refused_although_no_token_is_compared(
 
 @pytest.mark.slow
 def test_distillation_samples_from_an_engine_as_long_as_it_agrees(tiny_model: Path) -> None:
+    class WithState(Student):
+        state_dict = Learner.state_dict
+
     def losses(engine_of: Any) -> list[float]:
-        student = Student(str(tiny_model))
+        student = WithState(str(tiny_model))
         student._optimizer.param_groups[0]["lr"] = 0.02
         few = {name: value for name, value in ROLLOUTS.items() if name[:9] != "num_steps"}
         trainer = DistillationTrainer(
@@ -275,8 +440,38 @@ def test_distillation_samples_from_an_engine_as_long_as_it_agrees(tiny_model: Pa
 
     by_engine = losses(shared)
     assert by_engine[-1] < 0.8 * by_engine[0]
+    assert losses(Sleeps) == pytest.approx(by_engine, abs=1e-5)
     with pytest.raises(ConsistencyError, match="of fixed prompts, at the same weights"):
         losses(lambda student: CustomGeneration(copy.deepcopy(student.model)))
+
+
+def test_distillation_refuses_a_student_that_cannot_check_its_engine(tiny_model: Path) -> None:
+    class WithoutLogprobs(Student):
+        get_logprobs = PolicyInterface.get_logprobs
+
+    student = WithoutLogprobs(str(tiny_model))
+    assert DistillationTrainer(student, max_new_tokens=1)  # samples itself
+    with pytest.raises(ConfigError, match="WithoutLogprobs does not have") as refused:
+        DistillationTrainer(student, generation=shared(student), max_new_tokens=1)  # type: ignore[arg-type]
+    assert "get_logprobs(batch): logprobs of the student" in str(refused.value)
+
+
+def test_a_draw_that_ends_after_the_run_is_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_stream, "CLOSE_SECONDS", 0.01)
+    samples, is_closed = threading.Event(), threading.Event()
+    scored: list[int] = []
+
+    def roll_out(prompts: Any, **options: Any) -> Any:
+        samples.set()
+        is_closed.wait(10)
+        return ["rollout"]
+
+    with BatchStream(roll_out, lambda step, _: scored.append(step), nullcontext) as stream:
+        stream.begin(["a"], step=1, while_training=True)  # type: ignore[list-item]
+        assert samples.wait(10)
+    is_closed.set()
+    stream.take(1)
+    assert scored == []
 
 
 def test_steps_are_drawn_in_order_and_errors_raised_for_their_step() -> None:
@@ -308,42 +503,13 @@ def test_steps_are_drawn_in_order_and_errors_raised_for_their_step() -> None:
             stream.take(3)
 
 
-def ahead(engine: Any, **generation: Any) -> AsyncGRPOTrainer:
-    trainer = AsyncGRPOTrainer("m", asynchronous={})
-    trainer._group_size, trainer.step = 2, 1
-    trainer.sampler = SimpleNamespace(engine=engine, generation=SimpleNamespace(**generation))  # type: ignore[assignment]
-    return trainer
-
-
 def test_logprobs_of_some_steps_only_are_refused_while_the_policy_is_trained() -> None:
-    generation = {"may_restart": True}
-
-    def run(prompts: Any, **options: Any) -> Any:
-        assert trainer.sampler is not None
-        assert not trainer.sampler.generation.may_restart
-        return ["rollout"]
-
-    trainer = ahead(SimpleNamespace(run=run, has_logprobs=True), **generation)
-    assert trainer.sampler is not None
+    trainer = AsyncGRPOTrainer("m", asynchronous={})
+    trainer._group_size = 2
+    engine = SimpleNamespace(run=lambda prompts, **options: ["rollout"], has_logprobs=True)
+    trainer.sampler = SimpleNamespace(engine=engine, generation=SimpleNamespace())  # type: ignore[assignment]
     options: dict[str, Any] = {"step": 2, "first_group": 0, "while_training": True}
     assert trainer._roll_out_ahead([], **options) == ["rollout"]
-    assert trainer.sampler.generation.may_restart
-    trainer.sampler.engine.has_logprobs = False
+    engine.has_logprobs = False
     with pytest.raises(ConfigError, match="returned no logprobs for some completions of step 2"):
         trainer._roll_out_ahead([], **options)
-
-
-def test_a_step_whose_engine_was_lost_is_sampled_again() -> None:
-    trainer = ahead(None)
-    error = WorkerLostError("the engine is lost")
-
-    def take(step: int) -> None:
-        if step == 1:
-            raise error
-
-    stream: Any = SimpleNamespace(take=take)
-    trainer._sampled = {1: "one", 2: "two"}  # type: ignore[dict-item]
-    assert trainer._finished_step(stream) is None
-    trainer.step = 2
-    assert trainer._finished_step(stream) == "two"
-    assert trainer._sampled == {}
