@@ -170,9 +170,9 @@ def test_a_search_goes_through_steps_and_stops_when_its_time_is_over(tmp_path: P
 
     result = scan(files, Filter(text="at 2"), limit=10, seconds=60)
     assert [card.source.step for card in result.cards] == [2]
-    assert result[1:] == (5, 4, 1, 1)
+    assert result[1:] == (5, 4, 1, 1, 0)
     assert [card.source.step for card in scan(files, Filter(), limit=2, seconds=60).cards] == [5, 3]
-    assert scan(files, Filter(text="at 2"), limit=10, seconds=0)[1:] == (1, 1, 0, 0)
+    assert scan(files, Filter(text="at 2"), limit=10, seconds=0)[1:] == (1, 1, 0, 0, 0)
 
 
 def test_a_step_of_ten_thousand_rollouts_is_read_quickly(tmp_path: Path) -> None:
