@@ -55,6 +55,9 @@ def logs(
         with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
             for line in deque((line for line in _lines(file) if is_shown(line)), maxlen=last):
                 click.echo(line)
+            if is_shown.num_hidden:
+                note = f"{is_shown.num_hidden} lines of flytekit are not shown; --all prints them"
+                click.echo(note, err=True)
             while follow:
                 # The state first: the last lines are written before the end is recorded.
                 history.sweep()
@@ -75,13 +78,16 @@ class _Shown:
             self._pattern = re.compile(pattern or "")
         except re.error as error:
             raise click.BadParameter(f"{pattern!r} is not a regular expression: {error}") from error
-        self._everything, self._is_noise = everything, False
+        self._everything, self._is_noise, self.num_hidden = everything, False, 0
 
     def __call__(self, line: str) -> bool:
         if (record := _RECORD.match(line)) is not None:
             level, package = record.groups()
             self._is_noise = package == "flytekit" and level in ("DEBUG", "INFO")
-        return (self._everything or not self._is_noise) and bool(self._pattern.search(line))
+        if self._is_noise and not self._everything:
+            self.num_hidden += 1
+            return False
+        return self._pattern.search(line) is not None
 
 
 def _lines(file: IO[str]) -> Iterator[str]:
