@@ -202,9 +202,9 @@ def test_a_search_of_all_steps_shows_every_prompt_once(tmp_path: Path) -> None:
     files, start, skip = sources("x", tmp_path), 0, 0
     pages = []
     while start < len(files):
-        found = scan(files[start:], Filter(), limit=10, skip=skip, seconds=60)
-        pages.append([card.rows[0]["prompt_id"] for card in found.cards])
-        start, skip = start + found.num_searched, found.num_shown
+        part = scan(files[start:], Filter(), limit=10, skip=skip, seconds=60)
+        pages.append([card.rows[0]["prompt_id"] for card in part.cards])
+        start, skip = start + part.num_searched, part.num_shown
     assert [len(page) for page in pages] == [10, 10, 10, 7]
     expected = [f"2-{n}" for n in range(25)] + [f"1-{n}" for n in range(12)]
     assert [prompt for page in pages for prompt in page] == expected

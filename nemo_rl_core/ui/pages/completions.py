@@ -48,9 +48,7 @@ def completions_view(request: Request) -> Response:
     row_filter, refused = _filter(request, chosen)
     if chosen["only"] in completions.CHANGES:
         if other is None or path is None:
-            refused = (
-                "Gained and lost need another evaluation; completions were not filtered by it."
-            )
+            refused = "Gained and lost need another evaluation to compare with."
         else:
             changed = completions.changes(Path(other.path) / "rows.parquet", path)
             row_filter = replace(row_filter, prompts=changed[chosen["only"]])

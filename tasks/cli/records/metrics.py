@@ -33,10 +33,10 @@ class Curve(NamedTuple):
 def _names(context: click.Context, _parameter: object, incomplete: str) -> list[CompletionItem]:
     from nemo_rl_core.history.queries import History
     from nemo_rl_core.store.store import Store
-    from tasks.cli.records.names import find_row
+    from tasks.cli.records.names import find_run
 
     with History(Store.default()) as history:
-        run = find_row(history, context.params.get("run")).run
+        run = find_run(history, context.params.get("run")).id
         names = {name for listed in history.metric_names_of(run).values() for name in listed}
     return [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
 
@@ -55,13 +55,14 @@ def metrics(run: str | None, names: tuple[str, ...], *, as_json: bool, as_csv: b
         nemo-rl metrics 20260101T120000Z-a1b2c3 reward kl --csv
     """
     from nemo_rl_core.history.queries import History
+    from nemo_rl_core.history.results import run_row
     from nemo_rl_core.store.store import Store
-    from tasks.cli.records.names import find_row
+    from tasks.cli.records.names import find_run
 
     if as_json and as_csv:
         raise click.UsageError("choose --json or --csv")
     with History(Store.default()) as history:
-        curves = _curves(history, find_row(history, run), names)
+        curves = _curves(history, run_row(history, run or find_run(history, None).id), names)
     rows: list[dict[str, Any]] = [
         {"stage": each.stage, "step": step, "metric": each.name, "value": value}
         for each in curves

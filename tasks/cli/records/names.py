@@ -10,22 +10,18 @@ from click.shell_completion import CompletionItem
 if TYPE_CHECKING:
     from nemo_rl_core.history.queries import History
     from nemo_rl_core.history.records import Execution
-    from nemo_rl_core.history.run_columns import RunRow
 
 _MAX_COMPLETIONS = 100
 
 
-def find_row(history: "History", name: str | None) -> "RunRow":
-    """Returns a run or a point by its name or id; the latest run without a name."""
+def find_run(history: "History", name: str | None) -> "Execution":
+    """Returns a run by its name, its id or the beginning of one; the latest without any."""
     from nemo_rl_core.history.results import run_row
 
-    latest = history.executions(limit=1).items if name is None else ()
-    return run_row(history, latest[0].id if latest else name or "")
-
-
-def find_run(history: "History", name: str | None) -> "Execution":
-    """Returns a run by its name or id, or that of a point; the latest run without a name."""
-    return history.execution(find_row(history, name).run)
+    latest = history.executions(limit=1).items
+    if name is None and latest:
+        return latest[0]
+    return history.execution(run_row(history, name or "").run)
 
 
 def refuse_ignored(other: str, *options: str) -> None:

@@ -105,13 +105,8 @@ def runs(
             return
         row = run_row(history, run)
         if name is not None or note is not None or tags:
-            set_labels(
-                opened,
-                row.id,
-                name=name,
-                tags=[tag for tag in tags if tag] if tags else None,
-                note=note,
-            )
+            kept = list(filter(None, tags)) if tags else None
+            set_labels(opened, row.id, name=name, tags=kept, note=note)
         if pin is not None:
             set_pin(opened, row.run, pinned=pin)
         _show(history, run_row(history, row.id), as_json=as_json)

@@ -317,8 +317,8 @@ def test_a_group_averages_plain_runs_with_points(store: Store) -> None:
 def test_columns_that_no_run_has_are_refused(store: Store) -> None:
     with History(store) as history:
         # The only row on the page is of a sweep, whose settings have no `generation`.
-        known = ["generation.backend", "generation", "seed", "reward"]
-        assert len(ids(history, columns=known, limit=1)) == 1
+        columns = ["generation.backend", "generation", "seed", "reward"]
+        assert len(ids(history, columns=columns, limit=1)) == 1
         with pytest.raises(ConfigError, match="no run has the column 'nope'"):
             ids(history, columns=["seed", "nope"], limit=1)
 

@@ -249,7 +249,7 @@ def test_tags_are_cleared_and_names_stand_for_runs(run: str) -> None:
 
 
 def test_since_is_local_time(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", "Etc/GMT+12")  # twelve hours behind UTC
+    monkeypatch.setenv("TZ", "Etc/GMT+12")  # UTC minus twelve hours
     time.tzset()
     try:
         now = datetime.now()
