@@ -277,7 +277,8 @@ def _load(
         table = file.read_row_groups(chosen.tolist(), columns=names)
         kept = np.concatenate([np.arange(begins[k], begins[k + 1]) for k in chosen])
         taken = table.take(np.searchsorted(kept, indices))
-        values_of_rows: list[dict[str, Any]] = taken.to_pylist()
+        # Arrow forgets the number of rows of a table without columns.
+        values_of_rows: list[dict[str, Any]] = taken.to_pylist() or [{} for _ in indices]
     return [
         _row(index, values) for index, values in zip(indices.tolist(), values_of_rows, strict=True)
     ]
