@@ -6,17 +6,21 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.results import RunQuery, run_row, run_rows
-from nemo_rl_core.history.run_columns import differing, record_of
+from nemo_rl_core.history.run_columns import RunRow, differing, record_of
 from nemo_rl_core.store.store import Store
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
+_NO_ROW = RunRow("", "", None, "", "", "succeeded", 0.0, None)
+
+
 def runs(*, store: str | Path | None = None, **query: Any) -> "pd.DataFrame":
     """Returns a row per run and per point of a sweep, newest first, with settings and results.
 
-    Settings that differ between the rows are columns, by their paths in the recipe.
+    Settings that differ between the rows are columns, by their paths in the recipe. Settings that
+    only rows of another workflow have count if they differ between those.
 
     Args:
         store: Folder of the store; by default that of NEMO_RL_HOME.
@@ -32,12 +36,15 @@ def runs(*, store: str | Path | None = None, **query: Any) -> "pd.DataFrame":
 
     with History(_store(store)) as history:
         rows = run_rows(history, RunQuery(**{"limit": None, **query})).items
-    names = sorted({name for each in differing(rows).values() for name in each})
-    records = [record_of(row) | {name: row.settings.get(name) for name in names} for row in rows]
-    frame = pd.DataFrame.from_records(
-        records, columns=[*record_of(rows[0]), *names] if rows else None
-    )
-    for name in ("started_at", "ended_at") if rows else ():
+    values: dict[str, set[str]] = {}
+    for row in rows:
+        for name, value in row.settings.items():
+            values.setdefault(name, set()).add(repr(value))
+    names = {name for each in differing(rows).values() for name in each}
+    names |= {name for name, different in values.items() if len(different) > 1}
+    records = [record_of(row) | {n: row.settings.get(n) for n in sorted(names)} for row in rows]
+    frame = pd.DataFrame.from_records(records, columns=[*record_of(_NO_ROW), *sorted(names)])
+    for name in ("started_at", "ended_at"):
         frame[name] = pd.to_datetime(frame[name], unit="s", utc=True)
     return frame
 
@@ -59,9 +66,7 @@ def run_metrics(run: str, *names: str, store: str | Path | None = None) -> "pd.D
     with History(_store(store)) as history:
         row = run_row(history, run)
         nodes = [
-            node
-            for node in history.nodes(row.run)
-            if node.kind == "task" and (row.node is None or node.point == row.point)
+            node for node in history.nodes(row.run) if node.kind == "task" and row.has(node.point)
         ]
         curves = {node.id: history.metrics(node.id, names=list(names) or None) for node in nodes}
     frames = []
@@ -106,7 +111,7 @@ def run_rollouts(run: str, *, store: str | Path | None = None) -> "pd.DataFrame"
         folders = {
             artifact.id: Path(artifact.path) / "rollouts"
             for artifact in history.artifacts_of(row.run)
-            if row.node is None or points.get(artifact.id) == row.point
+            if row.has(points.get(artifact.id))
         }
     frames = []
     for artifact, folder in folders.items():

@@ -60,7 +60,7 @@ def _body(row: Row) -> Iterator[str]:
     verdict = next(word for word, value in _VERDICTS.items() if value is row["correct"])
     yield f"asked: {_escaped(row['prompt'])}"
     yield f"completion: {_escaped(row['completion'])}{' (cut off)' if row['truncated'] else ''}"
-    yield f"{verdict}: the answer is {_escaped(row['answer'])}, the reward {row['reward']}"
+    yield f"{verdict}: answer {_escaped(row['answer'])}, reward {row['reward']}"
     if row["error"] is not None:
         yield f"error: {_escaped(row['error'])}"
 

@@ -44,6 +44,16 @@ def read_labels(store: Store) -> dict[str, Labels]:
     return _parsed(path, status.st_mtime_ns, status.st_ino)
 
 
+def rows_with(store: Store, *, name: str = "", text: str = "") -> list[str]:
+    """Returns the ids of runs and points with this name, or with a text in any of their labels."""
+    return [
+        row
+        for row, each in read_labels(store).items()
+        if (name and name == each.name)
+        or (text and text.casefold() in " ".join((each.name, *each.tags, each.note)).casefold())
+    ]
+
+
 def set_labels(
     store: Store,
     row: str,

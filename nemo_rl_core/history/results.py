@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.errors import ConfigError, DamagedRecordError, NotRecordedError
-from nemo_rl_core.history.labels import NO_LABELS, Labels, pinned_runs, read_labels
+from nemo_rl_core.history.differences import MISSING
+from nemo_rl_core.history.labels import NO_LABELS, Labels, pinned_runs, read_labels, rows_with
 from nemo_rl_core.history.queries import History, matching
 from nemo_rl_core.history.records import Moment, Page, State
 from nemo_rl_core.history.rows import read_row
 from nemo_rl_core.history.run_columns import COLUMNS, RunRow, value_of
 from nemo_rl_core.history.run_results import read_results, read_results_once
-from nemo_rl_core.history.run_settings import num_steps_of, read_settings
+from nemo_rl_core.history.run_settings import num_steps_of, read_settings, setting_value
 
 _CONDITION = re.compile(r"\s*([\w.]+)\s*(<=|>=|!=|=|<|>)\s*(.*?)\s*")
 
@@ -29,6 +30,7 @@ class RunQuery:
         where: Conditions such as `accuracy>0.5` or `grpo.learning_rate=0.001`, all of which hold.
         sort: A column or a setting; with `-` in front the largest first. Rows without a value are
             last. The default also has pinned runs first.
+        columns: Columns and settings, or sections of settings, that are shown.
     """
 
     state: str = ""
@@ -40,6 +42,7 @@ class RunQuery:
     sort: str = ""
     limit: int | None = 50
     offset: int = 0
+    columns: Sequence[str] = ()
 
 
 def run_rows(history: History, query: RunQuery = RunQuery()) -> Page[RunRow]:
@@ -62,20 +65,25 @@ def run_rows(history: History, query: RunQuery = RunQuery()) -> Page[RunRow]:
     shown = rows[query.offset : end]
     if not needs_all:
         shown = [_complete(history, row, damaged) for row in shown]
+    if _unknown_columns(query.columns, shown):
+        every = rows if needs_all else [_complete(history, row, damaged) for row in rows]
+        _refuse_unknown(query.columns, every)
     limit = len(rows) if query.limit is None else query.limit
     return Page(tuple(shown), len(rows), query.offset, limit, tuple(dict.fromkeys(damaged)))
 
 
 def run_row(history: History, row: str) -> RunRow:
-    """Returns the row of a run or a point by its id, or by the beginning of a run's id."""
+    """Returns the row of a run or a point by its name or id, or by the beginning of a run's id."""
     damaged: list[str] = []
+    named = rows_with(history.store, name=row)
+    row = named[0] if len(named) == 1 else row
     run = row.partition(":")[0]
     rows = _light_rows(history, RunQuery(), damaged, run=run)
     matching_rows = [each for each in rows if each.id == row] or [
         each for each in rows if each.node is None and ":" not in row
     ]
-    if len(matching_rows) != 1:
-        several = ", ".join(each.id for each in matching_rows[:6])
+    if len(matching_rows) != 1 or len(named) > 1:
+        several = ", ".join((named or [each.id for each in matching_rows])[:6])
         raise NotRecordedError(
             f"{row!r} matches several runs" if several else f"the store has no record of {row!r}",
             got=several or None,
@@ -93,11 +101,13 @@ def sorted_rows(rows: Iterable[RunRow], sort: str) -> list[RunRow]:
     if not sort:
         return sorted(newest, key=lambda row: not row.pinned)
     column = sort.removeprefix("-")
-    with_value = [row for row in newest if value_of(row, column) is not None]
-    unknown = [row for row in newest if value_of(row, column) is None]
-    return sorted(
-        with_value, key=lambda row: _order(value_of(row, column)), reverse=sort[0] == "-"
-    ) + (unknown)
+    values = {row.id: value_of(row, column) for row in newest}
+    missing = {key for key, value in values.items() if repr(value) in ("None", "nan")}
+    with_value = [row for row in newest if row.id not in missing]
+    unknown = [row for row in newest if row.id in missing]
+    return sorted(with_value, key=lambda row: _order(values[row.id]), reverse=sort[0] == "-") + (
+        unknown
+    )
 
 
 def _order(value: Any) -> tuple[int, float, str]:
@@ -143,16 +153,20 @@ def _condition(text: str) -> _Condition:
     return _Condition(match[1], match[2], match[3])
 
 
-def _refuse_unknown(names: Sequence[str], rows: Sequence[RunRow]) -> None:
+def _unknown_columns(names: Sequence[str], rows: Sequence[RunRow]) -> list[str]:
     others = [name for name in names if name not in COLUMNS]
-    settings = {key for row in rows for key in row.settings} if others else set()
-    unknown = [name for name in others if name not in settings]
+    return [n for n in others if all(setting_value(row.settings, n) == MISSING for row in rows)]
+
+
+def _refuse_unknown(names: Sequence[str], rows: Sequence[RunRow]) -> None:
+    unknown = _unknown_columns(names, rows)
     if unknown and rows:
+        settings = {key for row in rows for key in row.settings}
         raise unknown_names(
             "no run has the column",
             unknown,
             [*COLUMNS, *sorted(settings)],
-            otherwise="choose a column, or a setting by its path in the recipe",
+            otherwise="choose a column, or a setting: `nemo-rl keys` lists them",
             expected=f"one of {', '.join(COLUMNS)}, or a setting",
         )
 
@@ -187,13 +201,7 @@ def _light_rows(
 ) -> list[RunRow]:
     """Returns all matching rows without settings and results."""
     labels, pins = read_labels(history.store), pinned_runs(history.store)
-    words = query.text.casefold()
-    labeled = {
-        key
-        for key, each in labels.items()
-        if words and words in f"{each.name} {' '.join(each.tags)} {each.note}".casefold()
-    }
-    labeled_runs = {key.partition(":")[0] for key in labeled}
+    labeled_runs = {key.partition(":")[0] for key in rows_with(history.store, text=query.text)}
     where, values = matching(
         workflow=query.workflow or None,
         text=query.text,

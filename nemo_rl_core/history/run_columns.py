@@ -42,6 +42,10 @@ class RunRow:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     results: RunResults = NO_RESULTS
 
+    def has(self, point: Mapping[str, Any] | None) -> bool:
+        """Whether a node or an artifact of the run with this point is of the row."""
+        return self.node is None or point == self.point
+
     @property
     def pipeline(self) -> str:
         """`grpo` for `workflows.grpo.grpo`, or the class of the trainer of a Python run."""
@@ -87,8 +91,11 @@ DEFAULT_COLUMNS = (
 
 
 def value_of(row: RunRow, column: str) -> Any:
-    """Returns the value of a column or of a setting; None if the row has none."""
-    return COLUMNS[column].value(row) if column in COLUMNS else row.settings.get(column)
+    """Returns the value of a column, setting or section of settings; None without one."""
+    if column in COLUMNS:
+        return COLUMNS[column].value(row)
+    value = setting_value(row.settings, column)
+    return None if value == MISSING else value
 
 
 class Band(NamedTuple):
@@ -110,8 +117,9 @@ class Group:
 
     def band(self, column: str) -> Band | None:
         """Returns the band of a column of numbers; a sweep's row does not count with its points."""
-        points = [row for row in self.rows if row.node is not None]
-        values = [value_of(row, column) for row in points or self.rows]
+        sweeps = {row.run for row in self.rows if row.node is not None}
+        members = (row for row in self.rows if row.node is not None or row.run not in sweeps)
+        values = [value_of(row, column) for row in members]
         numbers = [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
         if not numbers:
             return None

@@ -31,7 +31,8 @@ class RunResults:
     Attributes:
         before: Accuracy of the first evaluation; None with fewer than two of the same stage.
         after: Accuracy of the last evaluation.
-        reward: Mean of the last `REWARD_STEPS` steps of the last training, as is `loss`.
+        reward: Mean of the last `REWARD_STEPS` steps of the last training, as is `loss`; NaN if the
+            last step has no finite value.
         verdict: "promoted" or "not promoted"; empty without a promotion.
         why: The sentence of the promotion.
         step: Last recorded step of the last training.
@@ -195,7 +196,9 @@ def _trained(history: History, tasks: Sequence[_Stage]) -> RunResults:
 def _last_mean(history: History, node: int, name: str) -> float | None:
     query = "SELECT value FROM metrics WHERE node = ? AND name = ? ORDER BY step DESC LIMIT ?"
     rows = history.select(query, (node, name, REWARD_STEPS))
-    values = [row["value"] for row in rows if isinstance(row["value"], int | float)]
+    values = [math.nan if row["value"] is None else float(row["value"]) for row in rows]
+    if values and not math.isfinite(values[0]):
+        return math.nan  # the training has diverged
     finite = [value for value in values if math.isfinite(value)]
     return fmean(finite) if finite else None
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property, partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
 
@@ -193,7 +194,7 @@ class BaseTrainer(ABC, Generic[S, C]):
 
         The defaults depend on the model: a pretrained model gets a suitable learning rate,
         completion length and dtype, and the GPUs of this machine. The choices are logged and
-        recorded in the config. A subclass with another constructor gets the model and overrides.
+        recorded in the config. A subclass whose constructor takes only settings gets complete ones.
 
         Args:
             model: A hub name, a folder in the transformers layout, the config of a model (also as
@@ -204,7 +205,16 @@ class BaseTrainer(ABC, Generic[S, C]):
         Raises:
             ConfigError: For a name that is not a setting, or that several sections have.
         """
-        return cls(as_model(model), **overrides)
+        named = as_model(model)
+        parameters = signature(cls).parameters.values()
+        takes_overrides = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        if takes_overrides or isinstance(named, PolicyInterface):
+            return cls(named, **overrides)
+        config = cls._build_config_from_pretrained(named, **overrides)
+        refuse_unclaimed(cls.settings_class, cls.algorithm, config, overrides)
+        trainer = cls(with_defaults_of(named, config, cls))
+        trainer.model = named
+        return trainer
 
     @classmethod
     def _build_config_from_pretrained(

@@ -73,7 +73,7 @@ def compared(history: History, rows: Sequence[RunRow], labels: Mapping[str, str]
         for name in evaluations[first.id]
         if name in evaluations[row.id]
     ]
-    confidence = 1 - (1 - CONFIDENCE) / max(1, len(pairs))
+    confidence = confidence_of_each(len(pairs))
     return [
         _compare(
             f"{name} ({point_label(row.point)})" if first.point == row.point != {} else name,
@@ -105,15 +105,25 @@ def _evaluations(history: History, row: RunRow) -> dict[str, ArtifactRow]:
 def _compare(
     name: str, labels: tuple[str, str], old: ArtifactRow, new: ArtifactRow, confidence: float
 ) -> Compared:
-    ids = (old.id, new.id)
+    measured = paired(old, new, confidence=confidence)
+    if isinstance(measured, str):
+        return Compared(name, labels, (old.id, new.id), refused=measured)
+    return Compared(name, labels, (old.id, new.id), measured)
+
+
+def confidence_of_each(num_comparisons: int) -> float:
+    """Returns the confidence of each comparison so that all hold together (Bonferroni)."""
+    return 1 - (1 - CONFIDENCE) / max(1, num_comparisons)
+
+
+def paired(old: ArtifactRow, new: ArtifactRow, *, confidence: float) -> "Comparison | str":
+    """Compares two evaluations prompt by prompt; a text says why it is impossible."""
     try:
-        measured = _measured(old.path, old.content_hash, new.path, new.content_hash, confidence)
-        return Compared(name, labels, ids, measured)
+        return _measured(old.path, old.content_hash, new.path, new.content_hash, confidence)
     except NemoRLError as error:
-        return Compared(name, labels, ids, refused=str(error))
+        return str(error)
     except (OSError, KeyError, ValueError) as error:  # pyarrow's errors are ValueErrors
-        refused = f"The rows of one of them cannot be read: {error}"
-        return Compared(name, labels, ids, refused=refused)
+        return f"The rows of one of them cannot be read: {error}"
 
 
 @functools.lru_cache(maxsize=256)
@@ -129,11 +139,11 @@ def _measured(
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt with the greedy completions of all runs; None where a run has none."""
+    """A prompt with the greedy completions of all runs."""
 
     prompt: str
     answer: str
-    completions: tuple[Mapping[str, Any] | None, ...]
+    completions: tuple[Mapping[str, Any], ...]
 
 
 def side_by_side(
@@ -173,5 +183,5 @@ def _greedy(folder: str, _hash: str) -> dict[str, Mapping[str, Any]]:
     columns = ["prompt_id", "mode", "prompt", "completion", "answer", "reward", "correct"]
     if not set(columns) <= set(pq.read_schema(path).names):
         return {}
-    rows = pq.read_table(path, columns=columns).to_pylist()
-    return {str(row["prompt_id"]): row for row in rows if row["mode"] == "greedy"}
+    rows = pq.read_table(path, columns=columns, filters=[("mode", "=", "greedy")]).to_pylist()
+    return {str(row["prompt_id"]): row for row in rows}

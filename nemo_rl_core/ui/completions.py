@@ -54,6 +54,7 @@ class Filter:
         prompts: Ids of prompts; None for all.
         group: Number of a group; None for all.
         row: Index of a single row in its file; None for all.
+        mode: `greedy` or `sampled` of an evaluation; "" for both.
     """
 
     low: float | None = None
@@ -65,6 +66,7 @@ class Filter:
     prompts: frozenset[str] | None = None
     group: int | None = None
     row: int | None = None
+    mode: str = ""
 
 
 class Card(NamedTuple):
@@ -124,10 +126,11 @@ class Scan(NamedTuple):
     """Cards of several files, and how far the search has come.
 
     Attributes:
-        num_searched: Number of files that were searched.
-        num_rows: Number of rows in them.
+        num_searched: Number of files whose cards are all in `cards` or were skipped.
+        num_rows: Number of rows in all of these files.
         num_passing: Number of those that pass the filter.
         num_damaged: Number of files that cannot be read.
+        num_shown: Number of cards of the next file in `cards` or skipped, if it has more.
     """
 
     cards: list[Card]
@@ -135,6 +138,7 @@ class Scan(NamedTuple):
     num_rows: int
     num_passing: int
     num_damaged: int
+    num_shown: int = 0
 
 
 def steps(folder: Path) -> list[int]:
@@ -205,24 +209,33 @@ def select(source: Source, row_filter: Filter) -> Selection:
 
 
 def scan(
-    files: Sequence[Source], row_filter: Filter, *, limit: int, seconds: float = SCAN_SECONDS
+    files: Sequence[Source],
+    row_filter: Filter,
+    *,
+    limit: int,
+    skip: int = 0,
+    seconds: float = SCAN_SECONDS,
 ) -> Scan:
     """Searches files in their order until there are `limit` cards or the time is over.
 
-    A file gives at most `limit` cards.
+    Args:
+        skip: Number of cards of the first file to leave out.
     """
     end = time.monotonic() + seconds
     cards: list[Card] = []
     num_searched = num_rows = num_passing = num_damaged = 0
     for source in files:
-        num_searched += 1
         try:
             selected = select(source, row_filter)
-            cards += selected.cards(0, limit)
+            end_shown = skip + limit - len(cards)
+            cards += selected.cards(skip, end_shown)
             num_rows += len(selected.codes)
             num_passing += len(selected.passing)
+            if selected.num_prompts > end_shown:
+                return Scan(cards, num_searched, num_rows, num_passing, num_damaged, end_shown)
         except OSError:
             num_damaged += 1
+        num_searched, skip = num_searched + 1, 0
         if len(cards) >= limit or time.monotonic() > end:
             break
     return Scan(cards, num_searched, num_rows, num_passing, num_damaged)
@@ -264,7 +277,8 @@ def _load(
         table = file.read_row_groups(chosen.tolist(), columns=names)
         kept = np.concatenate([np.arange(begins[k], begins[k + 1]) for k in chosen])
         taken = table.take(np.searchsorted(kept, indices))
-        values_of_rows: list[dict[str, Any]] = taken.to_pylist()
+        # Arrow forgets the number of rows of a table without columns.
+        values_of_rows: list[dict[str, Any]] = taken.to_pylist() or [{} for _ in indices]
     return [
         _row(index, values) for index, values in zip(indices.tolist(), values_of_rows, strict=True)
     ]
@@ -286,6 +300,7 @@ def _needed(row_filter: Filter) -> list[str]:
     needed = {
         "prompt_id": bool(row_filter.prompt) or row_filter.prompts is not None,
         "group": row_filter.group is not None,
+        "mode": bool(row_filter.mode),
         "reward": has_outcome or row_filter.low is not None or row_filter.high is not None,
         "correct": has_outcome,
         "truncated": row_filter.only == "truncated",
@@ -320,6 +335,8 @@ def _mask(table: "pa.Table", row_filter: Filter, num_rows: int) -> "np.ndarray[A
         masks.append(_is_true(pc.is_in(_texts(table, "prompt_id", num_rows), value_set=value_set)))
     if row_filter.group is not None:
         masks.append(_numbers(table, "group", num_rows) == row_filter.group)
+    if row_filter.mode:
+        masks.append(_is_true(pc.equal(_texts(table, "mode", num_rows), row_filter.mode)))
     if row_filter.row is not None:
         masks.append(np.arange(num_rows) == row_filter.row)
     if row_filter.only in ONLY:

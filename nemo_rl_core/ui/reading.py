@@ -73,7 +73,8 @@ class PromptReading:
     @property
     def is_equal(self) -> bool:
         """Whether several samples have the same reward, so that the prompt teaches nothing."""
-        return len(self.strip) > 1 and len({bar.value for bar in self.strip}) == 1
+        values = {bar.value for bar in self.strip}
+        return len(self.strip) > 1 and len(values) == 1 and values != {None}
 
 
 def readings(

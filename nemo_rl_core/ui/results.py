@@ -1,5 +1,6 @@
 """Results of an artifact, which its page shows first: figures, verdict, rows or card."""
 
+import functools
 import json
 import math
 import re
@@ -93,7 +94,9 @@ def results_of(artifact: str, folder: Path) -> Results:
             categories={name: _figures(each) for name, each in shown.items()},
             wrong=_wrong(artifact, folder),
         )
-    rows, num_rows, lengths = _rows(folder / "rows.parquet")
+    table = folder / "rows.parquet"
+    modified = table.stat().st_mtime if table.is_file() else 0.0
+    rows, num_rows, lengths = _rows(table, modified)
     facts, card = _card(_text(folder, "model/README.md"))
     return replace(
         brief, rows=rows, num_rows=num_rows, lengths=lengths, card=card, card_facts=facts
@@ -132,37 +135,37 @@ def _wrong(artifact: str, folder: Path) -> list[Card]:
     try:
         if path is None or not completions.has_completions(folder):
             return []
-        selection = completions.select(Source(artifact, path), Filter(only="wrong"))
+        selection = completions.select(Source(artifact, path), Filter(only="wrong", mode="greedy"))
         return selection.cards(0, _WRONG_SHOWN)
     except OSError:
         return []
 
 
-def _rows(path: Path) -> tuple[list[dict[str, Any]], int, list[Length]]:
+@functools.lru_cache(maxsize=256)
+def _rows(path: Path, _modified: float) -> tuple[list[dict[str, Any]], int, list[Length]]:
     """Returns the first rows of a data set, how many there are, and the lengths of its texts."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    if not path.is_file():
-        return [], 0, []
     try:
         with pq.ParquetFile(path) as file:
             first = next(file.iter_batches(_ROWS_SHOWN), None)
             rows = first.to_pylist() if first is not None else []
-            texts = [
-                name
+            numbers: dict[str, list[Any]] = {
+                name: []
                 for name, kind in zip(file.schema_arrow.names, file.schema_arrow.types, strict=True)
                 if pa.types.is_string(kind) and name in _TEXT_COLUMNS
-            ]
-            table = file.read(texts)
+            }
+            for batch in file.iter_batches(columns=[*numbers]) if numbers else ():
+                for name, chunks in numbers.items():
+                    chunks.append(pc.utf8_length(batch[name]))
             lengths = []
-            for name in texts:
-                quantiles = pc.quantile(
-                    pc.utf8_length(table[name]), [0, 0.5, 0.9, 1], interpolation="nearest"
-                ).to_pylist()
-                if None not in quantiles:
-                    lengths.append(Length(name, *map(int, quantiles)))
+            for name, chunks in numbers.items():
+                every = pa.chunked_array(chunks, pa.int32())
+                quantiles = pc.quantile(every, [0, 0.5, 0.9, 1], interpolation="nearest")
+                if None not in (values := quantiles.to_pylist()):
+                    lengths.append(Length(name, *map(int, values)))
             return rows, file.metadata.num_rows, lengths
     except (OSError, pa.ArrowException):
         return [], 0, []
@@ -179,7 +182,7 @@ def _card(text: str) -> tuple[str, Markup | None]:
 
     front = _FRONT_MATTER.match(text)
     body = visible(redacted(text[front.end() :] if front else text))
-    # Markup in the card is shown as text; links may only lead to http, https and mailto.
+    # Markup in the card is shown as text; markdown-it refuses links to scripts, files and data.
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
     tokens = markdown.parse(body)
     for token in tokens:

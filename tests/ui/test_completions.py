@@ -170,9 +170,9 @@ def test_a_search_goes_through_steps_and_stops_when_its_time_is_over(tmp_path: P
 
     result = scan(files, Filter(text="at 2"), limit=10, seconds=60)
     assert [card.source.step for card in result.cards] == [2]
-    assert result[1:] == (5, 4, 1, 1)
+    assert result[1:] == (5, 4, 1, 1, 0)
     assert [card.source.step for card in scan(files, Filter(), limit=2, seconds=60).cards] == [5, 3]
-    assert scan(files, Filter(text="at 2"), limit=10, seconds=0)[1:] == (1, 1, 0, 0)
+    assert scan(files, Filter(text="at 2"), limit=10, seconds=0)[1:] == (1, 1, 0, 0, 0)
 
 
 def test_a_step_of_ten_thousand_rollouts_is_read_quickly(tmp_path: Path) -> None:
@@ -193,3 +193,32 @@ def test_a_step_of_ten_thousand_rollouts_is_read_quickly(tmp_path: Path) -> None
     assert len(cards) == 10
     # 0.05 s on a machine that needs 0.5 s for the loop.
     assert time.process_time() - began < 0.4 * loop_seconds()
+
+
+def test_a_search_of_all_steps_shows_every_prompt_once(tmp_path: Path) -> None:
+    for step, count in ((1, 12), (2, 25)):
+        rows = [rollout(f"{step}-{n}", n, 0, 1.0) for n in range(count)]
+        save_rollouts(rows, tmp_path / "rollouts" / f"step_{step:06d}.parquet")
+    files, start, skip = sources("x", tmp_path), 0, 0
+    pages = []
+    while start < len(files):
+        part = scan(files[start:], Filter(), limit=10, skip=skip, seconds=60)
+        pages.append([card.rows[0]["prompt_id"] for card in part.cards])
+        start, skip = start + part.num_searched, part.num_shown
+    assert [len(page) for page in pages] == [10, 10, 10, 7]
+    expected = [f"2-{n}" for n in range(25)] + [f"1-{n}" for n in range(12)]
+    assert [prompt for page in pages for prompt in page] == expected
+
+
+def test_only_completions_of_a_mode_are_selected(tmp_path: Path) -> None:
+    path = evaluation(tmp_path / "rows.parquet", {"a": True, "b": False})
+    assert select(Source("x", path), Filter(mode="greedy")).passing.tolist() == [0, 2]
+    assert select(Source("x", path), Filter(mode="sampled")).passing.tolist() == [1, 3]
+
+
+def test_prompts_without_rewards_are_not_equal(tmp_path: Path) -> None:
+    rows = [rollout(name, group, sample, reward) for group, (name, reward) in
+            enumerate((("none", None), ("same", 0.5))) for sample in (0, 1)]  # fmt: skip
+    save_rollouts(rows, tmp_path / "step.parquet")
+    cards = select(Source("x", tmp_path / "step.parquet"), Filter()).cards(0, 9)
+    assert [one.is_equal for one in readings(cards)] == [False, True]

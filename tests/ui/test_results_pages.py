@@ -4,19 +4,22 @@ import json
 import re
 import shutil
 from pathlib import Path
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
+from nemo_rl_core.history.labels import LABELS, set_labels
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.store.aliases import Aliases
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.app import create_app
+from nemo_rl_core.ui.compared import _greedy, confidence_of_each, paired
 from nemo_rl_core.ui.results import results_of
 
-FIRST, FAILED = "20260101T000000Z-aaaaaa", "20260101T000003Z-dddddd"
+FIRST, RERUN, FAILED = (f"20260101T00000{n}Z-{c * 6}" for n, c in ((0, "a"), (1, "b"), (3, "d")))
 DECISION = {
     "promoted": True,
     "num_prompts": 20,
@@ -172,3 +175,89 @@ def test_two_evaluations_are_read_side_by_side(client: TestClient, made) -> None
     assert "0 of 20 completions" in text(client, f"{base}&only=lost")
     page = text(client, f"{base}&prompt=12%2B1")
     assert re.search(r"Before \(greedy\) 13 · wrong reward 1 greedy correct", page)
+
+
+def test_wrong_prompts_are_those_of_greedy_completions(tmp_path: Path) -> None:
+    texts = dict.fromkeys(("completion", "answer", "prompt"), "1")
+    rows = [
+        {"prompt_id": prompt, "mode": mode, "correct": correct, "reward": float(correct), **texts}
+        for prompt, mode, correct in (
+            ("a", "greedy", True), ("a", "sampled", False),
+            ("b", "sampled", True), ("b", "greedy", False),
+        )
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "metrics.json").write_text('{"greedy_accuracy": 0.5}')
+    wrong = results_of("x", tmp_path).wrong
+    assert [[(row["prompt_id"], row["mode"]) for row in card.rows] for card in wrong] == [
+        [("b", "greedy")]
+    ]
+    assert {key: row["correct"] for key, row in _greedy(str(tmp_path), "").items()} == {
+        "a": True,
+        "b": False,
+    }
+
+
+def test_lengths_are_of_all_batches_of_a_data_set(tmp_path: Path) -> None:
+    rows = pa.table({"prompt": ["a"] * 70_000 + ["abc"] * 10_000 + ["abcdef"]})
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    (length,) = results_of("x", tmp_path).lengths
+    # Row 72,000 of 80,001 is the 90th percentile.
+    assert (length.shortest, length.median, length.long, length.longest) == (1, 1, 3, 6)
+
+
+def test_addresses_without_an_answer_are_refused_and_not_errors(client, made) -> None:
+    store, names = client.app.state.source.store, made.artifacts
+    base = f"/artifacts/{names['evaluate']}/completions"
+    assert client.get(f"{base}?step={'9' * 5000}").status_code == 200
+    data = store.artifacts / names["prepare_data"]
+    pq.write_table(pa.table({"prompt": ["a"]}), data / "rows.parquet")
+    page = text(client, f"{base}?against={names['prepare_data']}&only=lost")
+    assert "Gained and lost need another evaluation" in page
+    # Rows without completions, such as those of an evaluation of preference pairs.
+    assert client.get(f"/artifacts/{data.name}/completions").status_code == 404
+
+
+def test_damaged_rows_are_a_sentence_of_the_verdict(made, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    shutil.copytree(made.store.root, store.root)
+    with History(store) as history:
+        evaluations = [history.find_artifact(f"evaluate-e7a{n}") for n in (1, 2)]
+    model = made.artifacts["grpo_iteration 2"]
+    (store.artifacts / model / "model").mkdir()
+    (store.artifacts / model / "model" / "config.json").write_text("{}")
+    for name in ("before", "after"):
+        Aliases(store).move(name, model)
+    (Path(evaluations[1].path) / "rows.parquet").write_text("no table")
+    with TestClient(create_app(store), base_url="http://localhost") as client:
+        reason = "The rows of one of them cannot be read"
+        assert f"before against after : {reason}" in text(client, "/models")
+        page = text(client, f"/compare?run={FIRST}&run={RERUN}")
+    assert reason in page
+    assert str(paired(*evaluations, confidence=0.95)).startswith(reason)
+    assert [confidence_of_each(n) for n in (0, 1)] == [0.95, 0.95]
+    assert confidence_of_each(5) == pytest.approx(0.99)
+
+
+def test_runs_are_found_by_labels_and_dotted_settings(client: TestClient) -> None:
+    store = client.app.state.source.store
+    set_labels(store, FIRST, name="zebra", tags=["paper"], note="as in table 2")
+    try:
+        where = client.get("/find", params={"q": "zebra"}).headers["location"]
+        assert where == f"/executions/{FIRST}"
+        for query in ("zebr", "paper", "TABLE 2"):
+            page = client.get("/find", params={"q": query}).text
+            assert FIRST in page[page.index(">Runs</h2>") :]
+    finally:
+        (store.root / LABELS).unlink()
+    for query in ("grpo.num_iterations", "num_iterations=2", "grpo.num_iterations = 2"):
+        page = text(client, f"/find?q={quote(query)}")
+        assert f"{FIRST} grpo, grpo_ci, succeeded config.grpo.num_iterations = 2" in page
+        assert ("config.grpo.num_iterations = 3" in page) is ("2" not in query)  # of the rerun
+
+
+def test_groups_that_no_run_has_are_refused_and_times_are_not_said_to_be_utc(client) -> None:
+    page = text(client, "/?group=nope")
+    assert "This filter is invalid. no run has the column &#39;nope&#39;" in page
+    assert "Since (UTC)" in page and "Times are UTC" not in page
+    assert "Times are UTC" in text(client, "/models")

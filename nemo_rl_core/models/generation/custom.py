@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from inspect import signature
 from typing import Any
 
 import torch
@@ -20,16 +19,10 @@ from nemo_rl_core.models.columns import (
     with_documented_columns,
 )
 from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
-from nemo_rl_core.models.policy.custom import CustomPolicyAdapter, overrides
+from nemo_rl_core.models.policy.custom import CustomPolicyAdapter, overrides, takes_state_dict
 from nemo_rl_core.models.validation.proof import check_proof, proof_bounds, proof_prompts
 
 _COLUMNS = ("output_ids", "generation_lengths", "unpadded_sequence_lengths")
-
-
-def takes_state_dict(engine: GenerationInterface) -> bool:
-    """Whether an engine has `update_weights(state_dict)`, by the name of the parameter."""
-    update = getattr(engine, "update_weights", None)
-    return callable(update) and next(iter(signature(update).parameters), "") == "state_dict"
 
 
 class CustomEngineAdapter(GenerationInterface):

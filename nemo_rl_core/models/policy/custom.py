@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.masked import valid_token_mask
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.columns import training_columns, with_documented_columns
-from nemo_rl_core.models.interfaces import PolicyInterface
+from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
 from nemo_rl_core.models.policy.remote_compute import Columns, Computed, Figures
 
 _LOG = logging.getLogger(__name__)
@@ -24,6 +25,12 @@ _LOG = logging.getLogger(__name__)
 def overrides(policy: PolicyInterface, method: str) -> bool:
     """Whether a policy overrides a method that `PolicyInterface` does not implement."""
     return getattr(type(policy), method) is not getattr(PolicyInterface, method)
+
+
+def takes_state_dict(engine: GenerationInterface) -> bool:
+    """Whether an engine has `update_weights(state_dict)`, by the name of the parameter."""
+    update = getattr(engine, "update_weights", None)
+    return callable(update) and next(iter(signature(update).parameters), "") == "state_dict"
 
 
 class CustomPolicyAdapter(PolicyInterface):

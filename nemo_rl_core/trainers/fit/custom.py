@@ -12,9 +12,8 @@ from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import TRAINING_SECTIONS
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.models.generation.custom import takes_state_dict
 from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
-from nemo_rl_core.models.policy.custom import overrides
+from nemo_rl_core.models.policy.custom import overrides, takes_state_dict
 from nemo_rl_core.models.policy.pretrained import PretrainedPolicy
 from nemo_rl_core.store.object_source import ObjectSource, object_source
 

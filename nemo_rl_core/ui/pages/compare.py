@@ -1,5 +1,6 @@
 """Comparison of any number of runs and points of sweeps."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def compare(request: Request) -> Response:
     if not rows or context["refused"]:
         return render(request, "compare.html", rows=(), **context)
     names = sorted(differing_settings([row.settings for row in rows]))
-    labels = _labels(rows, names)
+    labels = _labels(rows)
     charts, num_left_out = _overlaid(history, rows, labels, context["metric"], context["fold"])
     start = offset(request)
     completions, num_prompts = side_by_side(history, rows, start, _PROMPTS)
@@ -104,7 +105,7 @@ def _rows(history: History, ids: Sequence[str]) -> list[RunRow]:
     return list(rows.values())
 
 
-def _labels(rows: Sequence[RunRow], names: Sequence[str]) -> dict[str, str]:
+def _labels(rows: Sequence[RunRow]) -> dict[str, str]:
     """Returns a short unique name of each row: the given one, the point's settings, or the id."""
     labels = {
         row.id: row.labels.name or (point_label(row.point) if row.point else row.id) for row in rows
@@ -207,12 +208,16 @@ def _lines(
     ]
 
 
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
 def _plots(
     rows: Sequence[RunRow], names: Sequence[str], labels: Mapping[str, str]
 ) -> tuple[list[Scatter], Scatter | None]:
     """Returns scatter plots and parallel coordinates of at least three runs with a result."""
     result = "accuracy" if any(row.results.after for row in rows) else "reward"
-    measured = [row for row in rows if value_of(row, result) is not None]
+    measured = [row for row in rows if _is_finite(value_of(row, result))]
     settings = [n for n in names if all(n in row.settings for row in measured)][:_MOST_AXES]
     if len(measured) < 3 or not settings:
         return [], None

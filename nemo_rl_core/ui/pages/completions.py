@@ -26,7 +26,7 @@ from nemo_rl_core.ui.reading import part_names, readings
 from nemo_rl_core.ui.tokens import MAX_TOKENS, TINTS, tokens
 
 _PROMPTS_PER_PAGE = 10
-_CHOICES = ("low", "high", "only", "order", "text", "prompt", "tint", "against")
+_CHOICES = ("low", "high", "only", "mode", "order", "text", "prompt", "tint", "against")
 _ALL = "all"
 
 
@@ -38,17 +38,20 @@ def completions_view(request: Request) -> Response:
     step_text = parameter(request, "step")
     step: int | str | None = None
     if numbers:
-        is_step = step_text.isdecimal() and int(step_text) in numbers
+        is_step = _is_index(step_text) and int(step_text) in numbers
         step = _ALL if step_text == _ALL else int(step_text) if is_step else numbers[-1]
     path = completions.file_of(folder, step if isinstance(step, int) else None)
-    if path is None and step != _ALL:
+    if step != _ALL and (path is None or not completions.has_completions(folder)):
         raise HTTPException(404, "This artifact has no completions, or its folder is gone.")
     chosen = {name: parameter(request, name) for name in _CHOICES}
-    other = _other(request, chosen["against"]) if step is None else None
+    other = _other(request, one, chosen["against"])
     row_filter, refused = _filter(request, chosen)
-    if other is not None and path is not None and chosen["only"] in completions.CHANGES:
-        changed = completions.changes(Path(other.path) / "rows.parquet", path)
-        row_filter = replace(row_filter, prompts=changed[chosen["only"]])
+    if chosen["only"] in completions.CHANGES:
+        if other is None or path is None:
+            refused = "Gained and lost need another evaluation to compare with."
+        else:
+            changed = completions.changes(Path(other.path) / "rows.parquet", path)
+            row_filter = replace(row_filter, prompts=changed[chosen["only"]])
     if step == _ALL:
         shown = _scanned(request, _of_run(history_of(request), one), row_filter)
     else:
@@ -96,6 +99,7 @@ def _filter(request: Request, chosen: dict[str, str]) -> tuple[Filter, str]:
         chosen["prompt"],
         group=int(group) if _is_index(group) else None,
         row=int(row) if _is_index(row) else None,
+        mode=chosen["mode"],
     )
     return row_filter, refused
 
@@ -124,10 +128,14 @@ def _scanned(request: Request, files: Sequence[Source], row_filter: Filter) -> d
     """Returns the cards of the next files of a run that have some."""
     start = offset(request)
     scan = completions.scan(
-        files[start:], row_filter, limit=_PROMPTS_PER_PAGE, seconds=scan_seconds(request)
+        files[start:],
+        row_filter,
+        limit=_PROMPTS_PER_PAGE,
+        skip=offset(request, "skip"),
+        seconds=scan_seconds(request),
     )
     end = start + scan.num_searched
-    searched = files[start:end]
+    searched = files[start : end + bool(scan.num_shown)]
     return {
         "cards": scan.cards,
         "page": Page(tuple(scan.cards), len(scan.cards), 0, len(scan.cards) or 1),
@@ -139,6 +147,7 @@ def _scanned(request: Request, files: Sequence[Source], row_filter: Filter) -> d
             "num_files": len(files),
             "num_damaged": scan.num_damaged,
             "next": end if end < len(files) else None,
+            "skip": scan.num_shown,
         },
     }
 
@@ -159,13 +168,14 @@ def _of_run(history: History, one: ArtifactRow) -> list[Source]:
     return sorted(files, key=lambda file: file.step or 0, reverse=True)
 
 
-def _other(request: Request, artifact: str) -> ArtifactRow | None:
-    """Returns the evaluation to compare with; None if it has no rows."""
+def _other(request: Request, one: ArtifactRow, artifact: str) -> ArtifactRow | None:
+    """Returns the evaluation to compare an evaluation with; None if it has no completions."""
     history = history_of(request)
     if not artifact or not history.has_artifact(artifact):
         return None
     other = history.artifact(artifact)
-    return other if completions.file_of(Path(other.path), None) else None
+    are_evaluations = one.kind == other.kind == "evaluation"
+    return other if are_evaluations and completions.has_completions(Path(other.path)) else None
 
 
 def _evaluations(request: Request, one: ArtifactRow) -> list[ArtifactRow]:

@@ -69,6 +69,7 @@ def index(request: Request) -> Response:
             sort=chosen["sort"],
             limit=None if chosen["group"] else _PER_PAGE,
             offset=0 if chosen["group"] else offset(request),
+            columns=[*({chosen["group"]} - {"", *GROUPS}), *_words(chosen["extra"])],
         )
         try:
             page = run_rows(history, query)

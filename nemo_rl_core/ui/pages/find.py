@@ -1,17 +1,19 @@
 """The search over runs, names, settings, artifacts, metrics and texts of completions."""
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, urlencode
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from nemo_rl_core.errors import NotRecordedError, StoreError
+from nemo_rl_core.history.differences import flat
+from nemo_rl_core.history.labels import read_labels, rows_with
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Execution
 from nemo_rl_core.history.search import artifacts_like, latest_artifacts, metrics_like
@@ -21,7 +23,7 @@ from nemo_rl_core.ui.completions import Filter
 from nemo_rl_core.ui.pages.parameters import history_of, offset, parameter, scan_seconds
 from nemo_rl_core.ui.templating import render, render_message
 
-_SHOWN, _SETTINGS_SHOWN, _ARTIFACTS_SEARCHED = 10, 4, 300
+_SHOWN, _SETTINGS_SHOWN, _ARTIFACTS_SEARCHED, _RUNS_SEARCHED = 10, 4, 300, 500
 _MAX_LENGTH, _MIN_TEXT_LENGTH, _MIN_ID_LENGTH = 200, 3, 8
 _AROUND = 90
 
@@ -48,11 +50,11 @@ def find(request: Request) -> Response:
     sections: dict[str, list[_Hit]] = {}
     searched = None
     if query.isprintable() and len(query) <= _MAX_LENGTH:
-        start = offset(request)
-        if not start:
+        start, skip = offset(request), offset(request, "skip")
+        if not start and not skip:
             sections = _sections(history, query)
         sections["Completions"], searched = _completions(
-            history, query, start, scan_seconds(request)
+            history, query, start, skip, scan_seconds(request)
         )
     sections = {name: hits for name, hits in sections.items() if hits}
     if not sections and (searched is None or searched["next"] is None):
@@ -72,6 +74,8 @@ def _exact(history: History, query: str) -> str | None:
         return f"/executions/{quote(history.execution(query).id, safe='')}"
     if query in _names(history):
         return f"/models#{query}"
+    if len(rows := rows_with(history.store, name=query)) == 1:
+        return _address(rows[0])
     runs = history.executions(text=query, limit=2) if len(query) >= _MIN_ID_LENGTH else None
     if runs is not None and runs.total == 1 and runs.items and runs.items[0].id.startswith(query):
         return f"/executions/{quote(runs.items[0].id, safe='')}"
@@ -88,12 +92,25 @@ def _names(history: History) -> list[str]:
 
 
 def _sections(history: History, query: str) -> dict[str, list[_Hit]]:
+    labels = read_labels(history.store)
+    labeled = rows_with(history.store, text=query)[:_SHOWN]
+    part = query.partition("=")[0].strip().rpartition(".")[2]
     runs = history.executions(text=query, limit=_SHOWN).items
+    if part and part != query:  # a setting: the recorded inputs do not have its dotted path
+        candidates = history.executions(text=part, limit=_RUNS_SEARCHED).items
+        having = (run for run in candidates if run not in runs and any(_matching(run, query)))
+        runs = (*runs, *islice(having, _SHOWN))
     return {
         "Names": [
             _Hit(f"/models#{name}", name) for name in _names(history) if query.lower() in name
         ],
-        "Runs": [_run_hit(run, query.lower()) for run in runs],
+        "Runs": [
+            *(
+                _Hit(_address(row), row, f"{labels[row].name} {labels[row].note}")
+                for row in labeled
+            ),
+            *(_run_hit(run, query) for run in runs if run.id not in labeled),
+        ],
         "Artifacts": [
             _Hit(f"/artifacts/{quote(one.id, safe='')}", one.id, f"{one.stage}, {one.kind}")
             for one in artifacts_like(history, query, limit=_SHOWN)
@@ -105,28 +122,27 @@ def _sections(history: History, query: str) -> dict[str, list[_Hit]]:
     }
 
 
+def _address(row: str) -> str:
+    """Returns the page of a run, or of a point as in `RUN:12`."""
+    run, _, node = row.partition(":")
+    return f"/nodes/{node}" if node else f"/executions/{quote(run, safe='')}"
+
+
 def _run_hit(run: Execution, query: str) -> _Hit:
-    settings = (
-        f"{path} = {value}"
-        for path, value in _settings(run.inputs)
-        if query in path.lower() or query in str(value).lower()
-    )
     note = f"{run.workflow.rpartition('.')[2]}, {run.recipe or 'no recipe'}, {run.state}"
-    address = f"/executions/{quote(run.id, safe='')}"
-    return _Hit(address, run.id, note, list(islice(settings, _SETTINGS_SHOWN)))
+    settings = islice(_matching(run, query), _SETTINGS_SHOWN)
+    return _Hit(_address(run.id), run.id, note, list(settings))
 
 
-def _settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted path and value of every setting."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _settings(each, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
+def _matching(run: Execution, query: str) -> Iterator[str]:
+    """Yields the settings that contain a text, such as part of `grpo.learning_rate=0.1`."""
+    text = re.sub(r"\s*=\s*", " = ", query.lower())
+    settings = (f"{path} = {value}" for path, value in flat(run.inputs).items())
+    return (setting for setting in settings if text in setting.lower())
 
 
 def _completions(
-    history: History, query: str, start: int, seconds: float
+    history: History, query: str, start: int, skip: int, seconds: float
 ) -> tuple[list[_Hit], dict[str, int | None] | None]:
     """Searches the texts of the latest artifacts, and says how far the search has come."""
     if len(query) < _MIN_TEXT_LENGTH:
@@ -134,9 +150,11 @@ def _completions(
     artifacts = latest_artifacts(history, "checkpoint", "evaluation", limit=_ARTIFACTS_SEARCHED)
     files = [file for one in artifacts for file in completions.sources(one.id, Path(one.path))]
     readable = [file for file in files if file.step is not None or _has_texts(file.path)]
-    scan = completions.scan(readable[start:], Filter(text=query), limit=_SHOWN, seconds=seconds)
+    scan = completions.scan(
+        readable[start:], Filter(text=query), limit=_SHOWN, skip=skip, seconds=seconds
+    )
     hits = []
-    for card in scan.cards[:_SHOWN]:
+    for card in scan.cards:
         row, source = card.rows[0], card.source
         step = {} if source.step is None else {"step": source.step}
         where = "evaluation" if source.step is None else f"step {source.step}"
@@ -154,6 +172,7 @@ def _completions(
     return hits, {
         "num_rows": scan.num_rows,
         "next": end if end < len(readable) else None,
+        "skip": scan.num_shown,
         "num_files": len(readable),
         "end": end,
         "num_damaged": scan.num_damaged,

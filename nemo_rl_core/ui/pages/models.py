@@ -1,6 +1,5 @@
 """The page of models: names such as `production`, verdicts between them, and exported models."""
 
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +12,12 @@ from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow
 from nemo_rl_core.history.search import latest_artifacts, latest_evaluation
 from nemo_rl_core.store.aliases import Alias, Aliases
+from nemo_rl_core.ui.compared import confidence_of_each, paired
 from nemo_rl_core.ui.pages.parameters import history_of
 from nemo_rl_core.ui.results import Figure, brief_results
 from nemo_rl_core.ui.templating import render, render_message
 
 _MODELS_SHOWN, _DECISIONS_SHOWN, _NAMES_COMPARED = 20, 20, 8
-_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,8 @@ def _model(history: History, label: str) -> _Model:
 def _verdicts(named: list[tuple[str, _Model]]) -> list[_Verdict]:
     """Compares each name with those after it."""
     verdicts = []
+    num_compared = min(len(named), _NAMES_COMPARED)
+    confidence = confidence_of_each(num_compared * (num_compared - 1) // 2)
     for index, (before, old) in enumerate(named[:_NAMES_COMPARED]):
         for after, new in named[index + 1 : _NAMES_COMPARED]:
             if old.evaluation is None or new.evaluation is None:
@@ -91,22 +92,10 @@ def _verdicts(named: list[tuple[str, _Model]]) -> list[_Verdict]:
                 verdicts.append(_Verdict(before, after, None, None, reason))
                 continue
             pair = (old.evaluation, new.evaluation)
-            compared = _compared(*((one.content_hash, one.path) for one in pair))
+            compared = paired(*pair, confidence=confidence)
             ids = (pair[0].id, pair[1].id)
             if isinstance(compared, str):
                 verdicts.append(_Verdict(before, after, ids, None, compared))
             else:
                 verdicts.append(_Verdict(before, after, ids, compared))
     return verdicts
-
-
-@functools.lru_cache(maxsize=256)
-def _compared(old: tuple[str, str], new: tuple[str, str]) -> Comparison | str:
-    """Compares two evaluations, by content hash and folder; a text says why it is impossible."""
-    from nemo_rl_core.evals.rows import compare_files
-
-    before, after = (Path(folder) / "rows.parquet" for _, folder in (old, new))
-    try:
-        return compare_files(before, after, confidence=_CONFIDENCE)
-    except (NemoRLError, OSError, KeyError) as error:
-        return error.problem if isinstance(error, NemoRLError) else "its rows cannot be read"

@@ -30,9 +30,9 @@ def parameter(request: Request, name: str) -> str:
     return request.query_params.get(name, "").strip()
 
 
-def offset(request: Request) -> int:
+def offset(request: Request, name: str = "offset") -> int:
     """Returns the index of a list's first item; 0 if missing or invalid."""
-    text = parameter(request, "offset")
+    text = parameter(request, name)
     return min(int(text), 10**9) if text.isdecimal() and len(text) < 12 else 0
 
 

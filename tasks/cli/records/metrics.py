@@ -16,6 +16,7 @@ from tasks.cli.records.names import complete_runs
 
 if TYPE_CHECKING:
     from nemo_rl_core.history.queries import History
+    from nemo_rl_core.history.run_columns import RunRow
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 24
@@ -48,16 +49,20 @@ def _names(context: click.Context, _parameter: object, incomplete: str) -> list[
 def metrics(run: str | None, names: tuple[str, ...], *, as_json: bool, as_csv: bool) -> None:
     """Show each METRIC of RUN by step, or the curves of all metrics of a run.
 
-    RUN is the id of a run, or the beginning of one; without one, the latest run.
+    RUN is the name or the id of a run, the beginning of an id, or a point of a sweep, such as
+    RUN:12; without one, the latest run.
 
         nemo-rl metrics 20260101T120000Z-a1b2c3 reward kl --csv
     """
     from nemo_rl_core.history.queries import History
+    from nemo_rl_core.history.results import run_row
     from nemo_rl_core.store.store import Store
     from tasks.cli.records.names import find_run
 
+    if as_json and as_csv:
+        raise click.UsageError("choose --json or --csv")
     with History(Store.default()) as history:
-        curves = _curves(history, find_run(history, run).id, names)
+        curves = _curves(history, run_row(history, run or find_run(history, None).id), names)
     rows: list[dict[str, Any]] = [
         {"stage": each.stage, "step": step, "metric": each.name, "value": value}
         for each in curves
@@ -96,11 +101,14 @@ def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
     )
 
 
-def _curves(history: "History", run: str, names: Sequence[str]) -> list[Curve]:
+def _curves(history: "History", row: "RunRow", names: Sequence[str]) -> list[Curve]:
     from nemo_rl_core.config.names import unknown_names
     from nemo_rl_core.errors import NotRecordedError
 
-    recorded = history.metric_names_of(run)
+    run, nodes = row.id, [node for node in history.nodes(row.run) if row.has(node.point)]
+    titles = {node.id: node.title for node in nodes}
+    every = history.metric_names_of(row.run)
+    recorded = {node: every[node] for node in sorted(every) if node in titles}
     if not recorded:
         raise NotRecordedError(
             f"run {run} has no metrics", fix=f"see its stages: nemo-rl runs {run}"
@@ -114,10 +122,9 @@ def _curves(history: "History", run: str, names: Sequence[str]) -> list[Curve]:
             otherwise=f"`nemo-rl metrics {run}` lists them",
             error=NotRecordedError,
         )
-    titles = {node.id: node.title for node in history.nodes(run)}
     return [
         Curve(titles[node], name, points)
-        for node in sorted(recorded)
+        for node in recorded
         for name, points in history.metrics(node, names=[*names] or None).items()
     ]
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
@@ -14,13 +15,20 @@ _MAX_COMPLETIONS = 100
 
 
 def find_run(history: "History", name: str | None) -> "Execution":
-    """Returns a run by its id or the beginning of one; the latest run without a name."""
+    """Returns a run by its name, its id or the beginning of one; the latest without any."""
     from nemo_rl_core.history.results import run_row
 
     latest = history.executions(limit=1).items
     if name is None and latest:
         return latest[0]
     return history.execution(run_row(history, name or "").run)
+
+
+def refuse_ignored(other: str, *options: str) -> None:
+    """Refuses options of the command line that have no effect with another one."""
+    source = click.get_current_context().get_parameter_source
+    if ignored := [f"--{each}" for each in options if source(each) != ParameterSource.DEFAULT]:
+        raise click.UsageError(f"{', '.join(ignored)} has no effect with {other}")
 
 
 def resolve_alias(_context: click.Context, _parameter: click.Parameter, name: str) -> str:

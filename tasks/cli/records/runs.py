@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,9 +21,10 @@ from nemo_rl_core.history.results import RunQuery, run_row, run_rows
 from nemo_rl_core.history.run_columns import COLUMNS, RunRow, record_of
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.console import console_on
-from tasks.cli.records.names import complete_runs
+from tasks.cli.records.names import complete_runs, refuse_ignored
 from tasks.cli.records.runs_table import DEFAULT_COLUMNS, STYLES, column_names, runs_table
 
+_OF_LIST = ("state", "workflow", "text", "since", "where", "sort", "columns", "limit")
 _STATES = [state for state in get_args(State) if state != "cached"]
 
 
@@ -44,7 +45,8 @@ def _columns(_context: object, _parameter: object, incomplete: str) -> list[Comp
               help="Only runs with this text in id, recipe, inputs, commit, error, name, tag or "
               "note.")  # fmt: skip
 @click.option("--since", type=click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M"]), metavar="TIME",
-              help="Only later ones; UTC, such as 2026-01-31 or 2026-01-31T12:00.")  # fmt: skip
+              help="Only runs that started at this local time or later, such as 2026-01-31 or "
+              "2026-01-31T12:00.")  # fmt: skip
 @click.option("--where", multiple=True, metavar="CONDITION",
               help="Such as 'accuracy>0.5' or 'grpo.learning_rate=1e-4'; repeatable.")  # fmt: skip
 @click.option("--sort", default="", metavar="[-]COLUMN", shell_complete=_columns,
@@ -58,8 +60,8 @@ def _columns(_context: object, _parameter: object, incomplete: str) -> list[Comp
               help="Maximum number of runs.")  # fmt: skip
 @click.option("--name", help="Give RUN this name.")
 @click.option("--tag", "tags", multiple=True, metavar="TAG",
-              help="Replace the tags of RUN; without RUN, list only runs with the tag. "
-              "Repeatable.")  # fmt: skip
+              help="Replace the tags of RUN, by none with ''; without RUN, list only runs with the "
+              "tag. Repeatable.")  # fmt: skip
 @click.option("--note", help="Give RUN this note.")
 @click.option("--pin/--unpin", default=None, help="Pin RUN: listed first, and kept by gc.")
 @click.option("--import", "imported", multiple=True, metavar="FOLDER",
@@ -88,6 +90,10 @@ def runs(
 
         nemo-rl runs 20260101T120000Z --name baseline --pin
     """
+    if run is not None:
+        refuse_ignored("a RUN", *_OF_LIST)
+    if as_json:
+        refuse_ignored("--json", "columns")
     opened = Store(store) if store else Store.default()
     if imported:
         import_folders(opened, imported)
@@ -99,7 +105,8 @@ def runs(
             return
         row = run_row(history, run)
         if name is not None or note is not None or tags:
-            set_labels(opened, row.id, name=name, tags=tags or None, note=note)
+            kept = list(filter(None, tags)) if tags else None
+            set_labels(opened, row.id, name=name, tags=kept, note=note)
         if pin is not None:
             set_pin(opened, row.run, pinned=pin)
         _show(history, run_row(history, row.id), as_json=as_json)
@@ -121,14 +128,15 @@ def _list(
     query = RunQuery(
         state=state or "",
         tag="".join(tags),
-        since=since.replace(tzinfo=UTC).timestamp() if since else None,
+        columns=[name for name in names if name != "run"],
+        since=since.timestamp() if since else None,
         **filters,
     )
     page = run_rows(history, query)
     for line in page.damaged:
         click.echo(f"not shown: {line}", err=True)
     if as_json:
-        items = [{**record_of(row), "settings": dict(row.settings)} for row in page.items]
+        items = [{**_record(row), "settings": dict(row.settings)} for row in page.items]
         counts = {"total": page.total, "offset": page.offset, "limit": page.limit}
         click.echo(json.dumps({"items": items, **counts, "damaged": page.damaged}))
         return
@@ -139,9 +147,10 @@ def _list(
 
 
 def _show(history: History, row: RunRow, *, as_json: bool) -> None:
-    execution, nodes = history.execution(row.run), history.nodes(row.run)
+    execution, points = history.execution(row.run), history.points_of(row.run)
+    nodes = [node for node in history.nodes(row.run) if row.has(node.point)]
     if as_json:
-        fields = {**asdict(execution), **record_of(row), "nodes": [asdict(n) for n in nodes]}
+        fields = {**asdict(execution), **_record(row), "nodes": [asdict(n) for n in nodes]}
         click.echo(json.dumps(fields))
         return
     console = console_on()
@@ -161,11 +170,17 @@ def _show(history: History, row: RunRow, *, as_json: bool) -> None:
         )
     console.print(table)
     for artifact in history.artifacts_of(row.run):
-        console.print(Text(f"{artifact.kind}: {artifact.id}"))
+        if row.has(points.get(artifact.id)):
+            console.print(Text(f"{artifact.kind}: {artifact.id}"))
     if execution.error:
         style = STYLES["stopped"] if execution.state == "stopped" else "red"
         console.print(Text(execution.error, style=style), soft_wrap=True)
     console.print(f"log: nemo-rl logs {row.run}", markup=False, soft_wrap=True)
+
+
+def _record(row: RunRow) -> dict[str, Any]:
+    """Returns a row for JSON, which has no NaN."""
+    return {k: "nan" if repr(v) == "nan" else v for k, v in record_of(row).items()}
 
 
 def _show_labels(console: Console, row: RunRow) -> None:

@@ -11,12 +11,15 @@ from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from nemo_rl_core.config.names import unknown_names
-from nemo_rl_core.history.differences import MISSING
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.run_columns import COLUMNS, RunRow, differing, shown_settings
+from nemo_rl_core.history.run_columns import (
+    COLUMNS,
+    RunRow,
+    differing,
+    shown_settings,
+    value_of,
+)
 from nemo_rl_core.history.run_results import Accuracy, sparkline
-from nemo_rl_core.history.run_settings import setting_value
 from tasks.cli.records.metrics import sparkline as bars
 
 STYLES = {
@@ -36,20 +39,8 @@ _RIGHT = ("took", "tokens", "gpu_hours", "money", "stages", "cached", "step", "g
 
 
 def column_names(text: str) -> list[str]:
-    """Returns the columns in a list with commas; `+` in front adds to the default ones.
-
-    A name without a column is a setting by its path, which holds a dot or is in some run.
-    """
+    """Returns the columns in a list with commas; `+` in front adds to the default ones."""
     names = [name.strip() for name in text.removeprefix("+").split(",") if name.strip()]
-    choices = ["run", *COLUMNS]
-    unknown = [name for name in names if name not in choices and "." not in name and name != "seed"]
-    if unknown:
-        raise unknown_names(
-            "there is no column",
-            unknown,
-            choices,
-            otherwise="choose a column, or a setting by its path, such as grpo.learning_rate",
-        )
     return [*DEFAULT_COLUMNS, *names] if text.startswith("+") or not text else names
 
 
@@ -95,8 +86,7 @@ def _cell(row: RunRow, name: str, different: Sequence[str], history: History) ->
     if name in COLUMNS or name == "run":
         format_row = _FORMATS.get(name)
         return Text(format_row(row) if format_row else _plain(COLUMNS[name].value(row)))
-    value = setting_value(row.settings, name)
-    return Text("" if value == MISSING else _plain(value))
+    return Text(_plain(value_of(row, name)))
 
 
 def _last_mean(row: RunRow, name: str, history: History) -> str:

@@ -77,7 +77,7 @@ def test_control_characters_of_completions_are_escaped(evaluation: Path) -> None
         "asked: 1+1=",
         "completion: 2\\x1b[2J\\u202e",
         "  next",
-        "wrong: the answer is 2, the reward 0.0",
+        "wrong: answer 2, reward 0.0",
         "",
         "1 of 1 greedy completions that are wrong",
     ]

@@ -1,9 +1,11 @@
 """The table of runs: results from the record, labels, conditions, order and groups."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import nemo_rl_core
 from nemo_rl_core.errors import ConfigError, NotRecordedError, StoreError
@@ -19,6 +21,7 @@ from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.types import Completion, Prompt, Rollout
+from workflows import cli
 
 FIRST, SECOND, SFT, SWEEP = (f"20260101T00000{n}Z-{c * 6}" for n, c in enumerate("abcd"))
 POINTS = [{"seed": seed, "grpo.learning_rate": rate} for seed in (0, 1) for rate in (0.1, 0.2)]
@@ -266,3 +269,67 @@ def test_runs_metrics_and_rollouts_are_data_frames(store: Store) -> None:
 def test_an_empty_store_has_no_frame(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no record of any run"):
         nemo_rl_core.runs(store=tmp_path)
+
+
+def test_a_point_has_only_its_stages_and_metrics(store: Store, monkeypatch) -> None:
+    monkeypatch.setenv("NEMO_RL_HOME", str(store.root))
+    with History(store) as history:
+        rows = run_rows(history, RunQuery(workflow="sweep", where=["reward=2"])).items
+    (point,) = [row.id for row in rows]
+
+    def output(*words: str) -> str:
+        return CliRunner().invoke(cli.group, words).stdout
+
+    assert output("metrics", point, "reward", "--csv").splitlines()[1:] == [
+        '"grpo_iteration 1 (seed 1, learning_rate 0.1)",1,reward,2.0'
+    ]
+    shown = json.loads(output("runs", point, "--json"))
+    stages = [node["name"] for node in shown["nodes"]]
+    assert [name.partition(" ")[0] for name in stages] == [
+        "sweep_point",
+        "grpo_iteration",
+        "evaluate",
+    ]
+    assert output("runs", point).count("evaluation: ") == 1
+
+
+def test_a_run_that_diverged_has_no_finite_reward_and_is_last(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    for run, rewards in ((FIRST, (2.0, math.nan)), (SECOND, (math.nan, 1.0)), (SFT, (3.0, 5.0))):
+        recorder = Recorder(store, run, "workflows.grpo.grpo", {"seed": 0})
+        metrics = {step: {"reward": reward} for step, reward in enumerate(rewards, 1)}
+        recorder.stage("grpo_iteration 1", metrics=metrics)
+        recorder.writer.end("succeeded")
+    with History(store) as history:
+        assert math.isnan(run_row(history, FIRST).results.reward)
+        assert run_row(history, SECOND).results.reward == 1.0  # of the finite step
+        assert ids(history, sort="reward") == [SECOND, SFT, FIRST]
+        assert ids(history, sort="-reward") == [SFT, SECOND, FIRST]
+
+
+def test_a_group_averages_plain_runs_with_points(store: Store) -> None:
+    with History(store) as history:
+        (group,) = [g for g in grouped(run_rows(history).items, "state") if g.key == "succeeded"]
+    # Two runs with 1 and points with 0, 1, 2 and 3; the sweep itself is left out.
+    assert group.band("reward") == (8 / 6, 0.0, 3.0, 6)
+
+
+def test_columns_that_no_run_has_are_refused(store: Store) -> None:
+    with History(store) as history:
+        # The only row on the page is of a sweep, whose settings have no `generation`.
+        columns = ["generation.backend", "generation", "seed", "reward"]
+        assert len(ids(history, columns=columns, limit=1)) == 1
+        with pytest.raises(ConfigError, match="no run has the column 'nope'"):
+            ids(history, columns=["seed", "nope"], limit=1)
+
+
+def test_settings_of_several_workflows_and_of_no_rows_are_columns(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    for run, workflow, seed in ((FIRST, "grpo", 1), (SECOND, "sft", 2)):
+        config = {"seed": seed, workflow: {"num_steps": 4}}
+        Recorder(store, run, f"workflows.{workflow}.{workflow}", config).writer.end("succeeded")
+    frame = nemo_rl_core.runs(store=store.root, sort="started")
+    assert frame["seed"].tolist() == [1, 2]
+    assert "grpo.num_steps" not in frame  # the only value of its workflow
+    empty = nemo_rl_core.runs(store=store.root, state="failed")
+    assert (len(empty), empty["reward"].tolist()) == (0, [])

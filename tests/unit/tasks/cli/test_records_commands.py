@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import threading
+import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import click
@@ -196,3 +198,65 @@ def test_the_table_fits_a_narrow_terminal(run: str) -> None:
     lines = [line.rstrip() for line in stream.getvalue().splitlines() if line.strip()]
     assert lines[2].split()[:3] == [RUN, "grpo", "grpo_ci"]
     assert lines[3].split() == ["succeeded", "0:00"]
+
+
+def test_a_log_shorter_than_the_number_of_lines_is_complete(run: str, own_store: Path) -> None:
+    every = "".join(f"line {number}\n" for number in range(50))
+    assert invoked("logs", run, "-n", "70").output == every
+    matching = "".join(f"line {number}\n" for number in (4, *range(40, 50)))
+    assert invoked("logs", run, "--grep", "line 4").output == matching
+    assert invoked("logs", run, "-n", "0").output == ""
+    with (own_store / "runs" / run / "run.log").open("a") as file:
+        file.write("2026-01-01 00:00:00,000 INFO 7 flytekit: a dump\n  of a value\n")
+        file.write("2026-01-01 00:00:00,000 INFO 7 nemo_rl_core.loop: step 1\n  more\n")
+    shown = invoked("logs", run, "-n", "3")
+    assert shown.stdout.splitlines()[0] == "line 49"
+    assert shown.stdout.splitlines()[1].endswith("step 1") and "dump" not in shown.stdout
+    assert shown.stderr == "2 lines of flytekit are not shown; --all prints them\n"
+    assert len(invoked("logs", run, "--all").stdout.splitlines()) == 54
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["logs", RUN, "--all", "-n", "3"], "--number has no effect with --all"),
+        (["metrics", RUN, "--json", "--csv"], "choose --json or --csv"),
+        (["runs", RUN, "--sort", "x", "--limit", "3"], "--sort, --limit has no effect with a RUN"),
+        (["runs", "--json", "--columns", "run"], "--columns has no effect with --json"),
+        (["runs", "--columns", "run,grpo.lr"], "no run has the column 'grpo.lr'"),
+    ],
+)
+def test_options_without_effect_are_refused(run: str, arguments: list, message: str) -> None:
+    refused = invoked(*arguments)
+    assert refused.exit_code == 2
+    assert message in refused.output
+
+
+def test_tags_are_cleared_and_names_stand_for_runs(run: str) -> None:
+    def tags() -> list[str]:
+        return json.loads(invoked("runs", "--json").output)["items"][0]["tags"]
+
+    assert invoked("runs", run, "--tag", "paper", "--tag", "", "--name", "zebra").exit_code == 0
+    assert tags() == ["paper"]
+    assert invoked("runs", "zebra", "--note", "kept tags").exit_code == 0
+    assert tags() == ["paper"]
+    assert invoked("runs", run, "--tag", "").exit_code == 0
+    assert tags() == []
+    assert "reward,0.25" in invoked("metrics", "zebra", "reward", "--csv").output
+    record(OTHER)
+    assert invoked("runs", OTHER, "--name", "zebra").exit_code == 0
+    assert f"got: {RUN}, {OTHER}" in invoked("runs", "zebra").output
+
+
+def test_since_is_local_time(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Etc/GMT+12")  # UTC minus twelve hours
+    time.tzset()
+    try:
+        now = datetime.now()
+        for hours, total in ((-1, 1), (1, 0)):
+            since = f"{now + timedelta(hours=hours):%Y-%m-%dT%H:%M}"
+            listed = invoked("runs", "--json", "--since", since).output
+            assert json.loads(listed)["total"] == total
+    finally:
+        monkeypatch.undo()
+        time.tzset()
