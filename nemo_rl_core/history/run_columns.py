@@ -19,7 +19,7 @@ class RunRow:
     """A run, or a point of a sweep.
 
     Attributes:
-        id: Id of the run; of a point with its node, as in `RUN:12`.
+        id: Id of the run; for a point also its node, such as `RUN:12`.
         node: Node of the point; None for a run.
         point: Settings of the point.
         pinned: Whether the run is pinned.

@@ -21,22 +21,20 @@ def sparkline_points(values: Sequence[float]) -> str:
     low, high = min(values), max(values)
     step = (SPARK_WIDTH - 4) / (len(values) - 1)
     bottom, height = SPARK_HEIGHT - 3, SPARK_HEIGHT - 6
-    places = [
+    positions = [
         (2 + n * step, bottom - height * fraction(v, low, high)) for n, v in enumerate(values)
     ]
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
 
 
 Points = Sequence[Point]
-Plot = Chart
-"""Curves of several runs over each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A tick of an axis: its place and its text."""
+    """A tick of an axis: its position and its text."""
 
-    place: float
+    position: float
     text: str
 
 
@@ -80,10 +78,10 @@ def _banded(label: str, color: int, curves: Sequence[Points]) -> Series:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of parallel coordinates: its name, its place and its ticks."""
+    """An axis of parallel coordinates: its name, its position and its ticks."""
 
     name: str
-    place: float
+    position: float
     ticks: Sequence[Tick]
 
 
@@ -110,7 +108,7 @@ class Scatter:
 
 
 def _scale(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Returns places from 0 to 1, and ticks; numbers of a wide range are on a log scale."""
+    """Returns positions from 0 to 1, and ticks; numbers of a wide range are on a log scale."""
     numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) == len(values) and len(set(numbers)) > 1:
         is_log = min(numbers) > 0 and max(numbers) / min(numbers) >= _LOG_RANGE
@@ -152,9 +150,9 @@ def parallel(labels: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> Sca
     step = (PARALLEL_WIDTH - 160) / max(1, len(columns) - 1)
     axes, lines = [], [list[str]() for _ in labels]
     for n, (name, values) in enumerate(columns.items()):
-        places, ticks = _scale(values)
+        positions, ticks = _scale(values)
         across = 80 + n * step
-        heights = [BOTTOM - (BOTTOM - TOP - 20) * place for place in places]
+        heights = [BOTTOM - (BOTTOM - TOP - 20) * position for position in positions]
         for line, height in zip(lines, heights, strict=True):
             line.append(f"{across:.1f},{height:.1f}")
         marks = [Tick(BOTTOM - (BOTTOM - TOP - 20) * at, text) for at, text in ticks]

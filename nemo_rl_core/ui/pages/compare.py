@@ -16,11 +16,11 @@ from nemo_rl_core.history.run_columns import COLUMNS, RunRow, grouped, value_of
 from nemo_rl_core.history.run_results import sparkline
 from nemo_rl_core.history.run_settings import differing_settings, setting_value
 from nemo_rl_core.ui import curves
+from nemo_rl_core.ui.charts import Chart
 from nemo_rl_core.ui.compared import compared, side_by_side
 from nemo_rl_core.ui.pages.executions import NUMERIC
 from nemo_rl_core.ui.pages.parameters import history_of, offset, parameter
 from nemo_rl_core.ui.plots import (
-    Plot,
     Points,
     Scatter,
     overlay,
@@ -157,7 +157,7 @@ def _best(rows: Sequence[RunRow], names: Sequence[str]) -> str:
 
 def _overlaid(
     history: History, rows: Sequence[RunRow], labels: Mapping[str, str], text: str, fold: str
-) -> tuple[list[Plot], int]:
+) -> tuple[list[Chart], int]:
     """Returns plots of the metrics by stage, and the number of those left out."""
     stages = [
         {
@@ -171,7 +171,7 @@ def _overlaid(
         for stage in curves.stages(history, row.run, text=text):
             names.setdefault(stage.task, set()).update(stage.names)
     lines = _lines(rows, labels, fold)
-    plots: list[Plot] = []
+    plots: list[Chart] = []
     left_out = 0
     for task, found in names.items():
         ordered = curves.ordered(found)

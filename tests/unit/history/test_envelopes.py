@@ -91,9 +91,9 @@ def test_a_growing_curve_has_the_extremes_of_every_bucket(running) -> None:
 def test_a_part_is_read_in_more_detail(running) -> None:
     writer, node, history = running
     log(writer, node, {step: float(step) for step in range(10_000)})
-    whole = history.envelopes(node, ["loss"])["loss"]
+    complete = history.envelopes(node, ["loss"])["loss"]
     part = history.envelopes(node, ["loss"], between=(5000, 5099))["loss"]
-    assert whole[0].num_values == 64
+    assert complete[0].num_values == 64
     assert [bucket.low.value for bucket in part] == [float(step) for step in range(5000, 5100)]
     assert history.envelopes(node, ["loss"], between=(20_000, 30_000)) == {}
 
