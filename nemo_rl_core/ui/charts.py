@@ -93,7 +93,11 @@ def chart(
     return Chart(
         title,
         [_line(one, box) for one in series],
-        [(_across(x, box), text) for x, text in ticks(box[0], box[1], 6)],
+        [
+            (_across(x, box), text)
+            for x, text in ticks(box[0], box[1], 6)
+            if axis != "steps" or float(x).is_integer()
+        ],
         [(_down(y, box), text) for y, text in ticks(box[2], box[3], 4)],
         axis,
         " to ".join(f"{x:g}" for x in dict.fromkeys(box[:2])),

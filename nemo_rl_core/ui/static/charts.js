@@ -8,6 +8,7 @@
   const page = document.documentElement;
   const DASHES = [[], [7, 4], [2, 4], [10, 3, 2, 3]];
   const TIMES = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 18000, 43200, 86400, 172800, 432000, 864000];
+  const COUNTS = Array.from({ length: 39 }, (_, n) => [1, 2, 5][n % 3] * 10 ** Math.floor(n / 3));
   const address = new URLSearchParams(location.search);
   const zoomed = (address.get("zoom") ?? "").split(":");
   let zoom = zoomed.length === 3 && zoomed.slice(1).every((end) => end && Number.isFinite(Number(end)))
@@ -99,7 +100,7 @@
       axes: [
         plot.axis === "time"
           ? { ...axis, size: 30, space: 50, incrs: TIMES, values: (_, all) => all.map(clock) }
-          : { ...axis, size: 30, space: 50, values: (_, all) => all.map((value) => value == null ? "" : compact(value)) },
+          : { ...axis, size: 30, space: 50, incrs: COUNTS, values: (_, all) => all.map((value) => value == null ? "" : compact(value)) },
         { ...axis, size: 56, values: (_, all) => all.map((value) => value == null ? "" : compact(value)) },
       ],
       cursor: {
