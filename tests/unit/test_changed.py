@@ -46,8 +46,8 @@ def test_imported_files_reach_the_test(test: str) -> None:
 
 
 def test_a_leaf_reaches_its_tests_and_few_others() -> None:
-    reached = reached_tests(["nemo_rl_core/evals/statistics.py"])
-    assert "tests/unit/evals/test_statistics.py" in reached
+    reached = reached_tests(["nemo_rl_core/evals/harness.py"])
+    assert "tests/ray/test_harness.py" in reached
     assert "tests/unit/store/test_locks.py" not in reached
 
 

@@ -59,7 +59,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
     sampler_class = StreamingSampler
     samples_ahead = True
     _stream: RolloutStream | BatchStream
-    _agreement: float  # of engine and policy on fixed prompts; NaN if this step has no such proof
+    _agreement = nan  # of engine and policy on fixed prompts; NaN if this step has no such proof
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)

@@ -40,6 +40,10 @@ def check_ports(_: Store, *, ports: Mapping[int, str] = PORTS) -> Result:
                   "end the program that listens (see `ss -ltnp`), or use another port")  # fmt: skip
 
 
+_REAPERS = ("systemd",)
+"""Programs that adopt processes besides process 1: the systemd of each user."""
+
+
 def check_ray_processes(_: Store) -> Result:
     """Checks for processes of earlier Ray runtimes."""
     running = _ray_processes()
@@ -113,7 +117,9 @@ def _ui_processes() -> list[psutil.Process]:
 def _is_orphan(process: psutil.Process) -> bool:
     # `ray start` leaves its processes to init by design, with --head in their command.
     try:
-        return process.ppid() == 1 and "--head" not in _command(process)
+        parent = process.parent()
+        is_adopted = parent is None or parent.pid == 1 or parent.name() in _REAPERS
+        return is_adopted and "--head" not in _command(process)
     except psutil.Error:
         return False
 

@@ -130,6 +130,7 @@ USED_BY = {
     ("nemo_rl_core.environments.tools.environment", "Exception"),
     ("nemo_rl_core.rollouts.episode", "DataError"),
     ("nemo_rl_core.rollouts.scorers", "DataError"),
+    ("nemo_rl_core.rollouts.batch_stream", "BaseException"),
     ("nemo_rl_core.rollouts.stream", "BaseException"),
     ("nemo_rl_core.rollouts.stream", "Exception"),
     ("nemo_rl_core.rollouts.stream", "WorkerLostError"),
