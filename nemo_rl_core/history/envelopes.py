@@ -218,8 +218,10 @@ def _version(database: sqlite3.Connection, node: int) -> NodeVersion:
         return NodeVersion(node, (), None)
     has_ended = row["ended_at"] is not None
     resumed = row["resumed_from_step"]
-    if resumed is None and (row["number"] or 1) > 1:
+    if resumed is None and row["number"] not in (None, 1):
         resumed = -1  # this attempt began again from the first step
+    if not isinstance(resumed, int | None):
+        resumed = -1  # damaged: all steps are read again
     return NodeVersion(row["id"], tuple(row)[1:], None if has_ended else resumed, has_ended)
 
 
