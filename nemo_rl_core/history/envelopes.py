@@ -240,7 +240,7 @@ def _ends(
     if ends[0] is None:
         return None
     if not all(isinstance(each, int) for each in ends):
-        raise _damaged(name, ends)
+        raise damaged_metric(name, ends)
     return int(ends[0]), int(ends[1])
 
 
@@ -309,10 +309,11 @@ def _measured(
 
 def _check(name: str, *values: object) -> None:
     if not all(isinstance(each, float | int | None) for each in values):
-        raise _damaged(name, values)
+        raise damaged_metric(name, values)
 
 
-def _damaged(name: str, values: object) -> DamagedRecordError:
+def damaged_metric(name: str, values: object) -> DamagedRecordError:
+    """Returns the error for values of a metric that no run has written."""
     return DamagedRecordError(
         f"values of the metric {name[:120]!r} in the table metrics of {FILE} are damaged",
         expected="numbers",

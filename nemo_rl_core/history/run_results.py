@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from nemo_rl_core.history.envelopes import damaged_metric
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import State
 from nemo_rl_core.history.rows import read_row
@@ -80,8 +81,8 @@ class _Stage(NamedTuple):
     cost: dict[str, float | str | None]
     summary: str
     measured: int
-    reward_step: int | None
-    loss_step: int | None
+    reward_step: Any  # an integer or None unless the table `metrics` is damaged
+    loss_step: Any
 
 
 _STAGES = """
@@ -178,6 +179,10 @@ def _total(costs: Sequence[Mapping[str, float | str | None]], name: str) -> floa
 
 def _trained(history: History, tasks: Sequence[_Stage]) -> RunResults:
     """Returns reward, loss and step of the last training."""
+    for each in tasks:
+        for name, step in (("reward", each.reward_step), ("loss", each.loss_step)):
+            if not isinstance(step, int | None):
+                raise damaged_metric(name, step)
     trained = [each for each in tasks if each.reward_step is not None or each.loss_step is not None]
     if not trained:
         return NO_RESULTS
