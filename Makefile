@@ -52,7 +52,7 @@ smollm2: setup ##> Run GRPO on SmolLM2-135M-Instruct
 	$(bin)/pyflyte run workflows/grpo.py grpo --config workflows/recipes/grpo_smollm2.yaml
 
 test: setup ## Run the fast tests, and bound their CPU time
-	$(bin)/python tests/benchmarks/machine.py 1100 \
+	$(bin)/python tests/benchmarks/machine.py 1300 \
 	  $(bin)/pytest -n 2 --no-loadscope-reorder -m 'not slow and not gpu'
 
 test-ci-slow: setup ## Run the slow tests of CI, and bound their CPU time
