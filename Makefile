@@ -20,7 +20,7 @@ $(error make takes no settings of a recipe, such as $(firstword $(given)); give 
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test coverage bench test-changed test-ci-slow test-slow test-experimental test-gpu test-verifiers test-flyte2 test-float8 test-megatron-bridge test-kubernetes test-bare parity graders mutants docs docs-serve lint format lock check-gpu clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test coverage bench test-changed test-ci-slow test-slow test-experimental test-gpu test-verifiers test-flyte2 test-float8 test-megatron-bridge test-kubernetes test-slurm test-bare parity graders mutants docs docs-serve lint format lock check-gpu clean
 
 help: ##> This list
 	@list() { sed -n "s/^\\([a-z0-9 -]*\\):.*$$1 /\\1\\t/p" Makefile | while IFS='	' read -r name text; do \
@@ -115,6 +115,9 @@ test-megatron-bridge: setup ## Test the adapter of Megatron-Bridge
 
 test-kubernetes: setup ## Test manifests and RayJobs (needs root)
 	$(bin)/pytest -n 0 --no-cov -rs -m slow tests/workflows/test_kubernetes.py tests/workflows/test_kuberay.py
+
+test-slurm: setup ## Test runs under Slurm (needs root, slurm-wlm)
+	$(bin)/pytest -n 0 --no-cov -rs -m thorough tests/workflows/test_slurm.py
 
 test-bare: ## Run a recipe on a bare Debian (needs root)
 	bash tests/bare_debian.sh

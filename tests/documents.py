@@ -36,7 +36,7 @@ OUR_PACKAGES = ("nemo_rl_core", "tasks", "workflows")
 PROGRAMS = frozenset(
     {"bash", "cat", "cd", "cp", "curl", "docker", "echo", "envsubst", "export", "flytectl", "git"}
     | {"head", "helm", "kubectl", "ls", "mkdir", "mlflow", "python3", "ray", "rm", "tensorboard"}
-    | {"aws", "torchrun", "unset"}
+    | {"aws", "sbatch", "torchrun", "unset"}
 )
 
 _FENCE = re.compile(
