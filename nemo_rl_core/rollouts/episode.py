@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.replies import reply_token_ids
-from nemo_rl_core.data.turns import as_turns
+from nemo_rl_core.data.turns import Turn, as_turns
 from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows
 from nemo_rl_core.environments.interfaces import checked
 from nemo_rl_core.environments.multi_turn.replies import Reply
@@ -97,10 +97,7 @@ class MultiTurnEpisode:
         self._num_unread_tokens = 0
         self._error: str | None = None
         self.is_over = False
-        self.messages: list[dict[str, str]] = [
-            {"role": turn["role"], "content": turn["content"]}
-            for turn in as_turns(prompt.text, role="user")
-        ]
+        self.messages: list[Turn] = as_turns(prompt.text, role="user")
         self.metadata: Any = {
             **json.loads(prompt.metadata),
             "answer": prompt.answer,
@@ -171,8 +168,9 @@ class MultiTurnEpisode:
     def played(self) -> "PlayedEpisode":
         """Returns the result of the episode."""
         assert self._sequence is not None  # it has had a turn
-        messages = tuple((turn["role"], turn["content"]) for turn in self.messages)
-        turns = Turns(messages, tuple(self._rewards), self._num_written, self._num_unread_tokens)
+        turns = Turns(
+            tuple(self.messages), tuple(self._rewards), self._num_written, self._num_unread_tokens
+        )
         return PlayedEpisode(self._sequence, self._is_cut, self._text, turns, *self._outcome())
 
     @property
