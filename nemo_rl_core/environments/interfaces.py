@@ -69,8 +69,8 @@ class EnvironmentReturn:
     """Result of one step of an environment on a batch of `B` conversations.
 
     Attributes:
-        observations: Messages to append, one per conversation; that of a conversation that has
-            ended is ignored. Empty if all have ended.
+        observations: Messages to append, one per conversation, or a list of several; those of a
+            conversation that has ended are ignored. Empty if all have ended.
         metadata: State that the environment gets back at the next step, one per conversation.
         next_stop_strings: Stop strings of the next completion, one list (or None) per conversation.
         rewards: `[B]` float.
@@ -85,7 +85,7 @@ class EnvironmentReturn:
             policy could avoid them by using up its tokens.
     """
 
-    observations: list[dict[str, str]]
+    observations: Sequence[dict[str, Any] | list[dict[str, Any]]]
     metadata: list[Any]
     next_stop_strings: list[list[str] | None]
     rewards: "torch.Tensor"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_rl_core.data.turns import Turn
 from nemo_rl_core.environments.interfaces import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -19,7 +20,11 @@ ROLE = "environment"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One row of an `EnvironmentReturn`; with an `error`, the conversation has ended."""
+    """One row of an `EnvironmentReturn`; with an `error`, the conversation has ended.
+
+    Attributes:
+        turns: Several turns instead of an observation, such as results of tools.
+    """
 
     reward: float = 0.0
     terminated: bool = True
@@ -30,6 +35,12 @@ class Reply:
     error: str | None = None
     role: str = ROLE
     truncation_reward: float = 0.0
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def messages(self) -> list[Turn]:
+        """Turns to append: `turns`, or else one of the observation."""
+        return [*self.turns] or [{"role": self.role, "content": self.observation}]
 
 
 def failed(error: RewardError) -> Reply:
@@ -111,7 +122,7 @@ def joined_replies(replies: Sequence[Reply]) -> EnvironmentReturn:
     import torch
 
     return EnvironmentReturn(
-        observations=[{"role": each.role, "content": each.observation} for each in replies],
+        observations=[each.messages if each.turns else each.messages[0] for each in replies],
         metadata=[each.metadata for each in replies],
         next_stop_strings=[each.stop_strings for each in replies],
         rewards=torch.tensor([each.reward for each in replies], dtype=torch.float32),
@@ -143,13 +154,14 @@ def split(returned: EnvironmentReturn, num_rows: int) -> list[Reply]:
     columns = (
         rewards,
         ended,
-        [each["content"] for each in messages],
+        ["" if isinstance(each, list) else each["content"] for each in messages],
         returned.metadata or nothing,
         returned.next_stop_strings or nothing,
         returned.answers or nothing,
         returned.errors or nothing,
-        [each["role"] for each in messages],
+        [ROLE if isinstance(each, list) else each["role"] for each in messages],
         truncation_rewards,
+        [tuple(each) if isinstance(each, list) else () for each in messages],
     )
     replies = [Reply(*row) for row in zip(*columns, strict=True)]
     if len(replies) != num_rows:
