@@ -10,7 +10,7 @@ from nemo_rl_core.config.environment import (
     multi_turn_environments,
     single_environments,
 )
-from nemo_rl_core.config.multi_turn import PythonEnvironment, ToolUse
+from nemo_rl_core.config.multi_turn import PythonEnvironment, PythonTool, ToolUse
 from nemo_rl_core.config.single_turn import (
     CodeTests,
     ExactMatch,
@@ -76,7 +76,9 @@ def check_targets(config: EnvironmentConfig | None) -> None:
         if isinstance(environment, PythonEnvironment):
             find_environment(environment)
         if isinstance(environment, ToolUse):
-            all_schemas([make_source(each) for each in environment.tools])
+            all_schemas([
+                make_source(each) for each in environment.tools if not isinstance(each, PythonTool)
+            ])
 
 
 def refuse_incomplete_rows(

@@ -46,7 +46,7 @@ class McpSource:
         from mcp.client.stdio import StdioServerParameters, stdio_client
 
         config = self._config
-        log = stack.enter_context(TemporaryFile("w+"))  # not between the lines of the run
+        log = stack.enter_context(TemporaryFile("w+"))  # noqa: SIM115 (closed with the stack)
         server: Any = config.url
         if server is None:
             program, *args = config.command
