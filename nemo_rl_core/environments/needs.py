@@ -10,7 +10,7 @@ from nemo_rl_core.config.environment import (
     multi_turn_environments,
     single_environments,
 )
-from nemo_rl_core.config.multi_turn import PythonEnvironment, PythonTool, ToolUse
+from nemo_rl_core.config.multi_turn import PythonEnvironment, ToolUse
 from nemo_rl_core.config.single_turn import (
     CodeTests,
     ExactMatch,
@@ -28,7 +28,7 @@ from nemo_rl_core.environments.rewards.multiple_choice import MultipleChoiceScor
 from nemo_rl_core.environments.rewards.row_fields import field_names, fields_of
 from nemo_rl_core.environments.rewards.unit_tests import UnitTests
 from nemo_rl_core.environments.targets import find_environment
-from nemo_rl_core.environments.tools.sources import all_schemas, make_source
+from nemo_rl_core.environments.tools.sources import schemas_of
 from nemo_rl_core.errors import DataError, RewardError
 from nemo_rl_core.types import Prompt, unscored
 
@@ -76,9 +76,7 @@ def check_targets(config: EnvironmentConfig | None) -> None:
         if isinstance(environment, PythonEnvironment):
             find_environment(environment)
         if isinstance(environment, ToolUse):
-            all_schemas([
-                make_source(each) for each in environment.tools if not isinstance(each, PythonTool)
-            ])
+            schemas_of(environment.tools)
 
 
 def refuse_incomplete_rows(

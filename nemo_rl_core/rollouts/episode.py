@@ -5,7 +5,7 @@ soon as its completion arrives; the rollout is the same.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ import numpy as np
 
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.renderer import Renderer
+from nemo_rl_core.data.sampled_turns import TurnReader
 from nemo_rl_core.data.turns import Turn, as_turns
 from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows
 from nemo_rl_core.environments.interfaces import checked
-from nemo_rl_core.environments.multi_turn.replies import Reply
+from nemo_rl_core.environments.multi_turn.replies import REPORTED, SHOWN_TOOLS, Reply
 from nemo_rl_core.errors import DataError, RewardError
 from nemo_rl_core.models.generation.remote_completions import RemoteCompletions, without_tokens
 from nemo_rl_core.rollouts.engine import (
@@ -87,6 +88,7 @@ class MultiTurnEpisode:
         self._bounds = bounds
         self._tokenizer = tokenizer
         self._stop_strings = stop_strings
+        self._tools = json.loads(prompt.tools)
         self._sequence: RemoteTokens | None = None  # of the prompt up to the policy's last turn
         self._reply: tuple[int, ...] = ()  # the environment's last turn
         self._last_token: int | None = None
@@ -102,6 +104,7 @@ class MultiTurnEpisode:
             **json.loads(prompt.metadata),
             "answer": prompt.answer,
             "task": prompt.task,
+            **({SHOWN_TOOLS: self._tools} if self._tools else {}),
         }
 
     def request(self) -> CompletionRequest:
@@ -129,8 +132,19 @@ class MultiTurnEpisode:
         self._last_token = result.last_token
         self._num_written += result.num_tokens
         self._texts.append(result.text)
-        self.messages.append({"role": "assistant", "content": result.text})
+        self.messages.append(self._read(result))
         self._is_cut = result.truncated
+
+    def _read(self, result: CompletionResult) -> Turn:
+        """Returns a turn of the policy; only one after a prompt with tools has calls."""
+        if not self._tools:
+            return {"role": "assistant", "content": result.text}
+        columns = RemoteRows.of_each([result.sequence.row]).of_column("input_ids").fetched()
+        ids = columns["input_ids"][0, : result.sequence.length].tolist()
+        sampled = TurnReader(self._tokenizer).read(
+            ids[len(ids) - result.num_tokens :], tools=self._tools
+        )
+        return {**sampled.turn, **({"faults": list(sampled.faults)} if sampled.faults else {})}
 
     def add_observation(self, reply: Reply | RewardError) -> None:
         """Appends the reward of the policy's turn and the environment's answer."""
@@ -141,11 +155,17 @@ class MultiTurnEpisode:
         if reply.terminated:
             self.is_over = True
             return
-        message = {"role": reply.role, "content": reply.observation}
-        self.messages.append(message)
+        past = len(self.messages)
+        self.messages += reply.messages
+        turns = [_without(turn, REPORTED) for turn in self.messages]
         try:
             new = Renderer(self._tokenizer).continuation(
-                self.messages[:-1], [message], last_token=self._last_token, row="an observation"
+                turns[:past],
+                turns[past:],
+                tools=self._tools,
+                last_token=self._last_token,
+                row=f"the {turns[past]['role']} turn that begins with "
+                f"{turns[past]['content'][:80]!r}",
             )
         except DataError as error:  # A tool's output may spell a control token.
             self._error, self.is_over = error.in_one_line, True
@@ -184,6 +204,10 @@ class MultiTurnEpisode:
             source="the sum over all turns",
         )
         return (None, total.in_one_line) if isinstance(total, RewardError) else (total, None)
+
+
+def _without(turn: Turn, keys: Collection[str]) -> Turn:
+    return {key: value for key, value in turn.items() if key not in keys}
 
 
 @dataclass(frozen=True, slots=True)

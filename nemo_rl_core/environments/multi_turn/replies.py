@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_rl_core.data.turns import Turn
 from nemo_rl_core.environments.interfaces import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -16,6 +15,10 @@ from nemo_rl_core.environments.interfaces import (
 from nemo_rl_core.errors import RewardError
 
 ROLE = "environment"
+SHOWN_TOOLS = "shown_tools"
+"""Key of an episode's first metadata with the tools that the chat template has written, if any."""
+REPORTED = ("outcomes", "faults")
+"""Keys of turns for records and metrics, which chat templates do not get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +38,10 @@ class Reply:
     error: str | None = None
     role: str = ROLE
     truncation_reward: float = 0.0
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[dict[str, Any], ...] = ()
 
     @property
-    def messages(self) -> list[Turn]:
+    def messages(self) -> list[dict[str, Any]]:
         """Turns to append: `turns`, or else one of the observation."""
         return [*self.turns] or [{"role": self.role, "content": self.observation}]
 

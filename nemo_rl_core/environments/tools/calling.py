@@ -88,6 +88,14 @@ def misfit(schema: Schema, function: Function, arguments: Any) -> str | None:
     return None
 
 
+def from_json(text: Any) -> Any:
+    """Returns the value of a JSON text; other values unchanged."""
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        return text
+
+
 def as_text(value: Any) -> str:
     """Returns a result as the text that the policy reads: JSON unless it is a text."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from nemo_rl_core.config.multi_turn import ToolUse
-from nemo_rl_core.data.json_values import parsed
-from nemo_rl_core.data.turns import Turn
 from nemo_rl_core.environments.interfaces import (
     EnvironmentReturn,
     Message,
@@ -29,28 +27,31 @@ from nemo_rl_core.environments.interfaces import (
     reads_only_rewards,
     shorten,
 )
-from nemo_rl_core.environments.multi_turn.replies import Reply, failed, joined_replies
+from nemo_rl_core.environments.multi_turn.replies import (
+    SHOWN_TOOLS,
+    Reply,
+    failed,
+    joined_replies,
+)
 from nemo_rl_core.environments.tools.calling import (
     BrokenToolError,
     Function,
     as_text,
+    from_json,
     in_thread,
     invoke,
     misfit,
     name_of,
 )
-from nemo_rl_core.environments.tools.sources import ToolSource, all_schemas
+from nemo_rl_core.environments.tools.sources import ToolSource
 from nemo_rl_core.errors import NemoRLError, RewardError
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 FAILURES = ("unknown", "arguments", "malformed", "timeout", "raised")
 """Outcomes of calls besides `answered`."""
 
-SHOWN = "shown_tools"
-"""Key of an episode's metadata with the schemas that the chat template has written."""
-
 _OPEN, _CLOSE = "<tool>", "</tool>"
-_STATE = ("num_calls", "num_prompt_turns", "episode", SHOWN)
+_STATE = ("num_calls", "num_prompt_turns", "episode", SHOWN_TOOLS)
 """Keys of an episode's metadata that are not columns of its row."""
 
 
@@ -80,7 +81,7 @@ class ToolEnvironment:
     first_stop_strings = (_CLOSE,)
 
     def __init__(self, config: ToolUse, sources: Sequence[ToolSource], scorer: Scorer) -> None:
-        self.tools = all_schemas(sources)
+        self.tools = [schema for source in sources for schema in source.schemas]
         self._schemas = {name_of(schema): schema for schema in self.tools}
         self._config, self._scores = config, _Scores(scorer)
         self._once = [each for each in sources if not each.stateful]
@@ -139,7 +140,7 @@ class ToolEnvironment:
 
     async def _reply(self, log: Sequence[Message], stored: Mapping[str, Any]) -> Reply:
         turn = log[-1]
-        is_native = SHOWN in stored
+        is_native = SHOWN_TOOLS in stored
         calls = turn.get("tool_calls", []) if is_native else self._calls_in_text(turn["content"])
         faults = turn.get("faults", [])
         state = {
@@ -189,8 +190,8 @@ class ToolEnvironment:
         self, call: Mapping[str, Any], functions: Mapping[str, Function], state: Mapping[str, Any]
     ) -> tuple[str, str]:
         """Returns the answer to a call, and its outcome."""
-        name, arguments = call["name"], parsed(call.get("arguments", {}), Mapping)
-        shown = set(map(name_of, state[SHOWN])) if SHOWN in state else {*functions}
+        name, arguments = call["name"], from_json(call.get("arguments", {}))
+        shown = set(map(name_of, state[SHOWN_TOOLS])) if SHOWN_TOOLS in state else {*functions}
         if name not in functions or name not in shown:
             known = ", ".join(sorted(shown & functions.keys()))
             return f"error: there is no tool {shorten(name, 40)!r}, only {known}", "unknown"
@@ -220,7 +221,7 @@ class ToolEnvironment:
         call = find_call(content)
         if call is None:
             return []
-        arguments = parsed(call.argument, Mapping)
+        arguments = from_json(call.argument)
         if not isinstance(arguments, Mapping):
             schema = self._schemas.get(call.name, {"function": {}})
             arguments = _first_argument(schema["function"].get("parameters", {}), call.argument)
@@ -298,18 +299,17 @@ async def _open(sources: Sequence[ToolSource], row: Mapping[str, Any]) -> _Opene
 def _first_argument(parameters: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Returns the argument of a call in text as that of the first parameter."""
     for name, schema in parameters.get("properties", {}).items():
-        is_text = schema.get("type") == "string"
-        return {name: text if is_text else parsed(text, (int, float, bool, list))}
+        return {name: text if schema.get("type") == "string" else from_json(text)}
     return {}
 
 
-def _answer(call: Mapping[str, Any], text: str, outcome: str) -> Turn:
+def _answer(call: Mapping[str, Any], text: str, outcome: str) -> dict[str, Any]:
     turn = {"role": "tool", "name": call["function"]["name"], "content": text}
     identified = {"tool_call_id": call["id"]} if "id" in call else {}
     return {**turn, **identified, "outcomes": [outcome]}
 
 
-def _with_faults(answers: Sequence[Turn], faults: Sequence[str]) -> list[Turn]:
+def _with_faults(answers: Sequence[dict[str, Any]], faults: Sequence[str]) -> list[dict[str, Any]]:
     """Adds the texts about calls that cannot be read to the last answer: they have no name."""
     text = "\n".join(f"error: {fault}" for fault in faults)
     *others, last = answers or [{"role": "tool", "content": "", "outcomes": []}]
@@ -320,7 +320,7 @@ def _with_faults(answers: Sequence[Turn], faults: Sequence[str]) -> list[Turn]:
     ]
 
 
-def _in_text(answer: Turn) -> Turn:
+def _in_text(answer: dict[str, Any]) -> dict[str, Any]:
     # A result must not contain the end of a result, or a call.
     text = answer["content"].replace("</result>", "").replace(_OPEN, "").replace(_CLOSE, "")
     content = f"\n<result>{text}</result>\n"

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from mcp import Client
 
 _START_SECONDS = 60.0
+_LISTED: dict[str, list[Schema]] = {}
+"""Schemas by config, so that each process asks a server once."""
 
 
 class McpSource:
@@ -33,7 +35,10 @@ class McpSource:
     def __init__(self, config: McpServer) -> None:
         self.stateful = config.session == "episode"
         self._config = config
-        self.schemas = asyncio.run(self._list())
+        key = config.model_dump_json()
+        if key not in _LISTED:
+            _LISTED[key] = asyncio.run(self._list())
+        self.schemas = _LISTED[key]
 
     async def open(self, row: Mapping[str, Any], stack: AsyncExitStack) -> dict[str, Function]:
         """Starts a session with the server; see `ToolSource.open`."""

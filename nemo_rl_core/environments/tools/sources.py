@@ -5,7 +5,7 @@ A source has the schemas of its tools, and opens functions to call: once, or for
 
 import inspect
 from asyncio import Lock
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import wraps
 from pathlib import Path
@@ -55,32 +55,19 @@ def make_source(config: ToolConfig) -> ToolSource:
         case CalculatorTool():
             from nemo_rl_core.environments.tools.calculator import calculate
 
-            return _BuiltIn(
-                "calculator",
-                calculate,
-                expression="Numbers with + - * / // % ** and parentheses.",
-                description="Calculates the value of an arithmetic expression.",
-            )
+            return _TextTool(config.kind, calculate)
         case PythonTool():
             from nemo_rl_core.environments.sandbox import Limits
             from nemo_rl_core.environments.tools.python import PythonRunner
 
             limits = Limits(config.cpu_seconds, config.wall_seconds, config.memory_mib)
-            return _BuiltIn(
-                "python",
-                PythonRunner(limits),
-                program="A complete Python program; nothing is kept between programs.",
-                description="Runs a Python program and returns what it prints.",
-            )
+            return _TextTool(config.kind, PythonRunner(limits))
         case RetrieverTool():
             from nemo_rl_core.environments.tools.retriever import Retriever
 
             path = Path(config.path).expanduser()
-            return _BuiltIn(
-                "retriever",
-                Retriever.from_file(path, num_passages=config.num_passages),
-                query="Words to search for.",
-                description="Searches for passages and returns the best ones.",
+            return _TextTool(
+                config.kind, Retriever.from_file(path, num_passages=config.num_passages)
             )
         case FunctionTool():
             return _function_source(config)
@@ -90,9 +77,19 @@ def make_source(config: ToolConfig) -> ToolSource:
             return McpSource(config)
 
 
-def all_schemas(sources: Sequence[ToolSource]) -> list[Schema]:
-    """Returns the schemas of all tools, whose names must differ."""
-    schemas = [schema for source in sources for schema in source.schemas]
+def schemas_of(configs: Sequence[ToolConfig]) -> list[Schema]:
+    """Returns the schemas of tools, without reading passages or starting programs.
+
+    Raises:
+        ConfigError: If two tools have the same name, or a tool cannot be described.
+    """
+    schemas = [
+        schema
+        for config in configs
+        for schema in (
+            [_SCHEMAS[config.kind]] if config.kind in _SCHEMAS else make_source(config).schemas
+        )
+    ]
     names = [name_of(schema) for schema in schemas]
     if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise ConfigError(
@@ -104,19 +101,46 @@ def all_schemas(sources: Sequence[ToolSource]) -> list[Schema]:
     return schemas
 
 
-class _BuiltIn:
+def _text_schema(name: str, description: str, argument: str, about: str) -> Schema:
+    properties = {argument: {"type": "string", "description": about}}
+    parameters = {"type": "object", "properties": properties, "required": [argument]}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+_SCHEMAS = {
+    "calculator": _text_schema(
+        "calculator",
+        "Calculates the value of an arithmetic expression.",
+        "expression",
+        "Numbers with + - * / // % ** and parentheses.",
+    ),
+    "python": _text_schema(
+        "python",
+        "Runs a Python program and returns what it prints.",
+        "program",
+        "A complete program; nothing is kept between programs.",
+    ),
+    "retriever": _text_schema(
+        "retriever", "Returns the best passages for a query.", "query", "Words to search for."
+    ),
+}
+
+
+class _TextTool:
+    """A built-in tool, which maps a text to a text."""
+
     stateful = False
 
-    def __init__(self, name: str, function: Function, *, description: str, **parameter: str):
-        ((argument, about),) = parameter.items()
-        properties = {argument: {"type": "string", "description": about}}
-        parameters = {"type": "object", "properties": properties, "required": [argument]}
-        function_schema = {"name": name, "description": description, "parameters": parameters}
-        self.schemas = [{"type": "function", "function": function_schema}]
-        self._functions = {name: lambda **arguments: function(arguments[argument])}
+    def __init__(self, kind: str, function: Callable[[str], str]) -> None:
+        self.schemas, self._function = [_SCHEMAS[kind]], function
 
     async def open(self, row: Mapping[str, Any], stack: AsyncExitStack) -> dict[str, Function]:
-        return self._functions
+        return {name_of(self.schemas[0]): self._call}
+
+    def _call(self, **arguments: str) -> str:
+        (text,) = arguments.values()
+        return self._function(text)
 
 
 class _FunctionSource:
