@@ -114,7 +114,7 @@ class EnvironmentInterface(Protocol):
 
         Args:
             batch: Result of `rollouts.batch.rollout_batch`: `rewards [B]` and other tensors, and
-                the lists `tasks`, `prompts`, `completions` and `answers`.
+                the lists `tasks`, `prompts`, `completions`, `answers` and `messages`.
 
         Returns:
             The batch, in which only `rewards` may change, and finite numbers by name, which become
@@ -165,7 +165,7 @@ def score_rollouts(scorer: Scorer, rollouts: Sequence[Rollout]) -> list[Rollout]
 
 
 def reads_only_rewards(hook: Hook) -> Hook:
-    """Marks a hook that reads only the column `rewards` of its batch, and gets no other.
+    """Marks a hook that reads only `rewards` and `messages` of its batch, and gets no others.
 
     A subclass that overrides the hook must mark it again.
     """

@@ -43,8 +43,8 @@ def post_process_rollouts(
 
     Args:
         environment: Gets the `rollout_batch` of the rollouts that could be scored, and the lists
-            `tasks`, `prompts`, `completions` and `answers`; only `rewards` if its method declares
-            `reads_only_rewards`.
+            `tasks`, `prompts`, `completions`, `answers` and `messages`; only `rewards` and
+            `messages` if its method declares `reads_only_rewards`.
 
     Returns:
         All rollouts in the same order, and the metrics, empty if no rollout could be scored.
@@ -54,7 +54,11 @@ def post_process_rollouts(
     if not counted or not hasattr(environment, HOOK):
         return columns, {}  # without a batch, which would cost more than scoring
     is_small = getattr(getattr(environment, HOOK), "reads_only_rewards", False)
-    batch = {"rewards": rewards_of(counted)} if is_small else _full_batch(counted)
+    batch = {} if is_small else _full_batch(counted)
+    batch |= {
+        "rewards": rewards_of(counted),
+        "messages": [each.messages for each in counted.turns] or [()] * len(counted),
+    }
     rewards, metrics = post_process(environment, batch)
     assert columns.rewards is not None and counted.rewards is not None  # they are valid
     # An unchanged reward keeps its float64 value; the tensor is float32.

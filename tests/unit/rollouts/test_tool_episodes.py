@@ -1,0 +1,94 @@
+"""Episodes with tools, in the tokens of a published chat template."""
+
+import json
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.config.multi_turn import ToolUse
+from nemo_rl_core.data.renderer import Renderer
+from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.rollouts.episode import Bounds
+from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
+from nemo_rl_core.types import Prompt
+from tests.chat_models import qwen3_tokenizer
+from tests.unit.rollouts.conftest import Scripted
+
+TURNS = [{"role": "user", "content": "12 * 34?"}]
+WIDE = Bounds(max_turns=9, max_tokens=4000, max_new_tokens=500)
+
+
+def call(expression: str) -> str:
+    arguments = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
+    return f"<tool_call>\n{arguments}\n</tool_call>"
+
+
+@pytest.fixture
+def play() -> Any:
+    def run(answer: Any, bounds: Bounds = WIDE, **options: Any) -> Any:
+        tokenizer = qwen3_tokenizer()
+        scorer: Any = make_scorer(ToolUse.model_validate(options))
+        tools = scorer.environment.tools
+        ids = Renderer(tokenizer).opening(TURNS, tools=tools, row="a prompt")
+        prompt = Prompt("p", "12 * 34?", tuple(ids), "408", "t", tools=json.dumps(tools))
+        engine = Scripted(tokenizer, answer)
+        rollouts = MultiTurnRollouts(engine, tokenizer, scorer.environment, seed=3, bounds=bounds)
+        (rollout,) = rollouts.run([prompt], num_generations_per_prompt=1, step=1)
+        scorer.close()
+        return rollout, engine
+
+    return run
+
+
+def test_an_episode_by_hand(play: Any) -> None:
+    two = f"<think>\nmultiply\n</think>\n\n{call('12 * 34')}\n{call('1 / 0')}"
+
+    def answer(request: Any) -> str:
+        return two if "tool_response" not in request["text"].rpartition("# Tools")[2][2000:] else (
+            "<think>\neasy\n</think>\n\n408"
+        )
+
+    rollout, engine = play(answer)
+    assert rollout.error is None
+    assert (rollout.reward, rollout.turn_rewards) == (1.0, (0.0, 1.0))
+    text = qwen3_tokenizer().decode(rollout.completion.token_ids)
+    results = "<tool_response>\n408\n</tool_response>\n<tool_response>\nerror: division by zero\n"
+    last = "<think>\neasy\n</think>\n\n408"
+    assert text == (
+        f"{two}<|im_end|>\n<|im_start|>user\n{results}</tool_response><|im_end|>\n"
+        f"<|im_start|>assistant\n{last}<|im_end|>"
+    )
+    by_policy = "".join(
+        qwen3_tokenizer().decode([token])
+        for token, own in zip(
+            rollout.completion.token_ids, rollout.completion.token_mask, strict=True
+        )
+        if own
+    )
+    assert by_policy == f"{two}<|im_end|>{last}<|im_end|>"
+    first, second = rollout.messages[1]["tool_calls"]
+    assert first["function"] == {"name": "calculator", "arguments": {"expression": "12 * 34"}}
+    assert rollout.messages == (
+        *TURNS,
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "multiply",
+            "tool_calls": [first, second],
+        },
+        *(
+            {
+                "role": "tool",
+                "name": "calculator",
+                "content": content,
+                "tool_call_id": made["id"],
+                "outcomes": [outcome],
+            }
+            for made, content, outcome in (
+                (first, "408", "answered"),
+                (second, "error: division by zero", "raised"),
+            )
+        ),
+        {"role": "assistant", "content": "408", "reasoning_content": "easy"},
+    )
+    assert '"name": "calculator"' in engine.asked[0][0]["text"]
