@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_ADDED = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 
 
 @cache

@@ -1,9 +1,11 @@
 """Rows of an `EnvironmentReturn`: making, checking, joining and splitting them."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_rl_core.distributed.event_loop import run_on_loop
 from nemo_rl_core.environments.interfaces import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -69,7 +71,9 @@ def ask(
     replies: list[Reply] = []
 
     def step() -> float:
-        returned = environment.step(message_log_batch, metadata)
+        returned: Any = environment.step(message_log_batch, metadata)
+        if inspect.iscoroutine(returned):
+            returned = run_on_loop(returned)
         replies.extend(split(returned, len(message_log_batch)))
         return 0.0
 
