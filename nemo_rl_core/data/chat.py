@@ -11,12 +11,14 @@ from nemo_rl_core.data.loss_masks import (
     masked_example,
     require_eos,
 )
-from nemo_rl_core.data.renderer import Renderer
+from nemo_rl_core.data.renderer import Renderer, Tools
 from nemo_rl_core.data.turns import Turn, as_turns, is_trained
 from nemo_rl_core.errors import DataError
 
 
-def prompt_token_ids(tokenizer: Any, prompt: str, *, row: str | None = None) -> list[int]:
+def prompt_token_ids(
+    tokenizer: Any, prompt: str, *, tools: Tools = (), row: str | None = None
+) -> list[int]:
     """Returns the token ids of a prompt to sample from.
 
     Args:
@@ -26,7 +28,7 @@ def prompt_token_ids(tokenizer: Any, prompt: str, *, row: str | None = None) -> 
     """
     turns = as_turns(prompt, role="user")
     row = row or f"the prompt {prompt[:80]!r}"
-    return Renderer(tokenizer).opening(turns, row=row)
+    return Renderer(tokenizer).opening(turns, tools=tools, row=row)
 
 
 def supervised_example(tokenizer: Any, prompt: str, completion: str) -> SupervisedExample:

@@ -41,7 +41,7 @@ def refuse_unwritten(
     purpose.
     """
     template = tokenizer.get_chat_template() if tokenizer.chat_template else None
-    if tools and not _writes_tools(tokenizer, template, turns[0]["role"]):
+    if tools and not writes_tools(tokenizer, template, turns[0]["role"]):
         raise DataError(
             f"{row} has tools that the chat template does not write, so they would not reach the "
             "model",
@@ -84,7 +84,7 @@ def refuse_silent_turns(tokenizer: Any, turns: Sequence[Turn], row: str) -> bool
 
 
 @lru_cache(maxsize=16)
-def _writes_tools(tokenizer: Any, template: str | None, first: str) -> bool:
+def writes_tools(tokenizer: Any, template: str | None, first: str) -> bool:
     """Whether the template writes the name of a tool in a conversation that starts with a role."""
     schema = {"name": _PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
     roles = dict.fromkeys([first, "user"])

@@ -34,7 +34,8 @@ def load_sampled_prompts(
         ConfigError: If no parser can read the calls that the template writes.
     """
     by_task = offered_tools(scored_by)
-    if not any(by_task.values()) or not writes_tools(tokenizer):
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    if not any(by_task.values()) or not writes_tools(tokenizer, template, "user"):
         return load_prompts(folder, tokenizer)
     TurnReader(tokenizer).require_calls()
 
