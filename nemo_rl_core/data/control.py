@@ -50,7 +50,7 @@ def encode_conversation(
         after: Text in front of the part to encode; all of the conversation by default.
         what: Name of the conversation in the error of a failing template; `row` by default.
     """
-    options = {"add_generation_prompt": add_generation_prompt, **_tool_options(tools)}
+    options = {"add_generation_prompt": add_generation_prompt, "tools": [*tools] or None}
     text, _, ids = _encoded(tokenizer, turns, row, what or row, after, options)
     return text, ids
 
@@ -157,17 +157,13 @@ def has_lone_surrogate(text: str) -> bool:
     return False
 
 
-def _tool_options(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {"tools": [*tools]} if tools else {}
-
-
 def _encoded(
     tokenizer: Any, turns: Sequence[Turn], row: str, what: str, after: str, options: dict[str, Any]
 ) -> tuple[str, str, list[int]]:
     """Returns a conversation's text, its text with guards where needed, and its token ids."""
 
     def rendered(turns: Sequence[Turn], tools: Any) -> str:
-        text = render_turns(tokenizer, turns, what=what, **options | _tool_options(tools or ()))
+        text = render_turns(tokenizer, turns, what=what, **options | {"tools": tools})
         if not after:
             return text
         if after not in text:

@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, as in OpenAI's API."""
 
-_MARK = "\U0010fffb"
+MARK = "\U0010fffb"
+"""Text that no conversation has."""
+
 _CONTEXT = "0"
 """Text before the encoded part, which no template trims and no tokenizer merges with it."""
 
@@ -90,18 +92,16 @@ class Renderer:
             return encode_text(tokenizer, text, row=row, add_special_tokens=False)
         rewrites_past(tokenizer, tokenizer.get_chat_template())
         new = [{**turn, "role": _ROLES.get(turn["role"], turn["role"])} for turn in new]
-        if _MARK in json.dumps(new, ensure_ascii=False):
-            raise control_token_error(row, f"{_MARK!a}, which is reserved")
+        if MARK in json.dumps(new, ensure_ascii=False):
+            raise control_token_error(row, f"{MARK!a}, which is reserved")
         *past, sampled = turns
-        options = {"tools": [*tools]} if tools else {}
+        options = {"add_generation_prompt": False, "tools": [*tools] or None}
         if calls := sampled.get("tool_calls"):
             calling = [*past, _calling(calls)]
-            text = render_turns(
-                tokenizer, calling, what=row, add_generation_prompt=False, **options
-            )
-            if _MARK in text:  # otherwise the calls are text
+            text = render_turns(tokenizer, calling, what=row, **options)
+            if MARK in text:  # otherwise the calls are text
                 return self._continued(calling, new, tools, last_token, row)
-        past.append({"role": "assistant", "content": f"{_MARK}{_CONTEXT}"})
+        past.append({"role": "assistant", "content": f"{MARK}{_CONTEXT}"})
         try:
             return self._continued(past, new, tools, last_token, row)
         except DataError as error:
@@ -122,8 +122,9 @@ class Renderer:
             closing = self._after_mark(past, tools, row, is_open=False)
             if has_calls:
                 end = self._end_of_calls(ids, closing)
-            if last_token in closing[end : end + 1]:  # ended like the last turn of a conversation
-                return ids[end + 1 :]
+            if last_token in closing[end:]:  # ended like the last turn of a conversation
+                written = closing[end : closing.index(last_token, end)]
+                return ids[end + max(1, _num_shared(ids[end:], written)) :]
         return ids[end + 1 :] if last_token in ids[end : end + 1] else ids[end:]
 
     def _after_mark(
@@ -137,7 +138,7 @@ class Renderer:
             what=f"a turn of {turns[-1]['role']!r} after the assistant's",
             add_generation_prompt=is_open,
             tools=tools,
-            after=_MARK,
+            after=MARK,
         )[1]
         context = self._tokenizer.encode(_CONTEXT, add_special_tokens=False)
         if ids[: len(context)] != context:
@@ -152,11 +153,15 @@ class Renderer:
     def _end_of_calls(self, ids: list[int], closing: list[int]) -> int:
         """Returns the index of the token that ends a turn with calls."""
         control = control_tokens(self._tokenizer, self._tokenizer.get_chat_template()).counted
-        pairs = enumerate(zip(ids, closing, strict=False))
-        shared = next((n for n, (a, b) in pairs if a != b), min(len(ids), len(closing)))
+        shared = _num_shared(ids, closing)
         ends = [index for index, token in enumerate(closing[:shared]) if token in control]
         is_last = ends and not self._tokenizer.decode(closing[ends[-1] + 1 :]).strip()
         return ends[-1] if is_last else shared
+
+
+def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    differs = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differs, min(len(one), len(other)))
 
 
 _ROLES = {"environment": "user"}
@@ -164,7 +169,7 @@ _ROLES = {"environment": "user"}
 
 def _calling(calls: Sequence[Mapping[str, Any]]) -> Turn:
     """Returns a turn with calls of the same functions, whose last text is known."""
-    arguments = {"x": f"{_MARK}{_CONTEXT}"}
+    arguments = {"x": f"{MARK}{_CONTEXT}"}
     functions = [{**call.get("function", call), "arguments": arguments} for call in calls]
     pairs = zip(calls, functions, strict=True)
     calls = [{"type": "function", **call, "function": function} for call, function in pairs]
@@ -192,7 +197,7 @@ def rewrites_past(tokenizer: Any, template: str) -> bool:
         turns = [question, {"role": "assistant", "content": answer}, question]
         return render_turns(tokenizer, turns, what="two turns", add_generation_prompt=True)
 
-    answer = f"{_MARK}{_CONTEXT}"
+    answer = f"{MARK}{_CONTEXT}"
     text = rendered(answer)
     reasoned = rendered(f"<think>\n1\n</think>\n\n{answer}")
     ends = [text.partition(answer)[2], reasoned.partition(answer)[2]]
