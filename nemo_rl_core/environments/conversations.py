@@ -1,4 +1,4 @@
-"""How the conversations of an environment get their answers: together, concurrently, or in actors."""
+"""How conversations with an environment are answered: together, concurrently, or in actors."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
@@ -7,12 +7,38 @@ from typing import Any
 
 from nemo_rl_core.distributed.event_loop import CallQueue, Gathered
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, Message
-from nemo_rl_core.environments.multi_turn.replies import Reply, checked_replies, checked_reply
+from nemo_rl_core.environments.multi_turn.replies import (
+    Reply,
+    checked_replies,
+    checked_reply,
+    end_episode,
+)
 from nemo_rl_core.environments.remote import RemoteEnvironment
 from nemo_rl_core.errors import RewardError
 
-Answer = Callable[[Sequence[Message], Any], Awaitable[Reply | RewardError]]
-"""Answers the last turn of one conversation."""
+
+class Answer:
+    """The environment's side of one conversation.
+
+    Args:
+        environment: Environment, whose `end_episode` is called at the end, if it has one.
+        answer: Function that answers the last turn.
+    """
+
+    def __init__(
+        self,
+        environment: Any,
+        answer: Callable[[Sequence[Message], Any], Awaitable[Reply | RewardError]],
+    ) -> None:
+        self._environment, self._answer = environment, answer
+
+    async def __call__(self, log: Sequence[Message], metadata: Any) -> Reply | RewardError:
+        """Answers the last turn of the conversation."""
+        return await self._answer(log, metadata)
+
+    async def end(self, metadata: Any) -> None:
+        """Ends the conversation, however it has ended."""
+        await end_episode(self._environment, metadata)
 
 
 def answers_at_once(environment: EnvironmentInterface) -> bool:
@@ -28,13 +54,18 @@ def conversations(environment: EnvironmentInterface, calls: CallQueue) -> Callab
         calls: Queue for an environment in this process whose `step` blocks.
     """
     if isinstance(environment, RemoteEnvironment):
-        return environment.conversation
+        return lambda number: _remote(environment, number)
     if not answers_at_once(environment):
-        return lambda number: partial(checked_reply, environment)
+        return lambda number: Answer(environment, partial(checked_reply, environment))
     gathered: Gathered[tuple[Sequence[Message], Any], Reply | RewardError] = Gathered(
         lambda asked: checked_replies(
             environment, [log for log, _ in asked], [metadata for _, metadata in asked]
         ),
         calls,
     )
-    return lambda number: lambda log, metadata: gathered.ask((log, metadata))
+    return lambda number: Answer(environment, lambda *asked: gathered.ask(asked))
+
+
+def _remote(environment: RemoteEnvironment, number: int) -> Answer:
+    conversation = environment.conversation(number)
+    return Answer(conversation, conversation.answer)

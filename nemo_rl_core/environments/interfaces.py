@@ -104,6 +104,9 @@ class EnvironmentInterface(Protocol):
         """Answers the last turn of each of `B` conversations."""
         ...
 
+    # Optional: def end_episode(self, metadata: Any) -> None, or a coroutine, which gets the last
+    # metadata of each episode, also of one that a limit has cut.
+
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:

@@ -4,7 +4,7 @@ They must be stateless between two calls: any actor may get any rows, and a row 
 An environment with `stateful = True` is the exception: an episode stays in one actor.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nemo_rl_core.config.environment import EnvironmentWorkers
 from nemo_rl_core.config.isolation import IsolatedPackages
+from nemo_rl_core.distributed.event_loop import run_on_loop
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.environments.actor_pool import ActorPool, CallError
 from nemo_rl_core.environments.interfaces import (
@@ -26,6 +27,7 @@ from nemo_rl_core.environments.multi_turn.replies import (
     Reply,
     ask,
     checked_row,
+    end_episode,
     failed,
     joined_replies,
 )
@@ -114,15 +116,15 @@ class RemoteEnvironment:
         """Stop strings of the first completion."""
         return list(self._pool.start_result.first_stop_strings)
 
-    def conversation(self, number: int) -> Callable[..., Awaitable[Reply | RewardError]]:
-        """Returns the function that answers each turn of an episode.
+    def conversation(self, number: int) -> "_Conversation":
+        """Returns the conversation of an episode.
 
         Args:
             number: Number of the episode, which determines its home actor.
         """
         self._pool.ensure_started()
         home = number % self._pool.num_actors if self._pool.start_result.is_stateful else None
-        return _Conversation(self._pool, home).answer
+        return _Conversation(self._pool, home)
 
     def step(
         self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
@@ -230,6 +232,15 @@ class _Conversation:
         self._lengths += (len(log),)
         return checked_row(_reply(turn, result), log, _SOURCE)
 
+    async def end_episode(self, metadata: Any) -> None:
+        if self._home is not None and self._lengths:
+            await self._pool.call([_End(metadata)], home=self._home, actor=self._actor)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    metadata: Any
+
 
 @dataclass(frozen=True, slots=True)
 class _Start:
@@ -255,6 +266,8 @@ class _EnvironmentActor(_CountsRetries):
     def run(self, rows: list[Any]) -> list[Any]:
         if isinstance(rows[0], _FullBatch):
             return [self._post_process(each.columns) for each in rows]
+        if isinstance(rows[0], _End):
+            return [run_on_loop(end_episode(self._environment, each.metadata)) for each in rows]
         return [(each, self.take_retries()) for each in self._replies(rows)]
 
     def _replies(self, rows: list[_Turn]) -> list[Reply | RewardError]:

@@ -108,9 +108,12 @@ class MultiTurnEpisode:
     async def play(self, complete: Complete) -> "list[PlayedEpisode]":
         """Plays all turns; see `rollouts.engine.Episode`."""
         assert self._answer is not None
-        while not self.is_over:
-            self.add_completion(await complete(self.request()))
-            self.add_observation(await self._answer(list(self.messages), self.metadata))
+        try:
+            while not self.is_over:
+                self.add_completion(await complete(self.request()))
+                self.add_observation(await self._answer(list(self.messages), self.metadata))
+        finally:
+            await self._answer.end(self.metadata)
         return [self.played()]
 
     def request(self) -> CompletionRequest:
@@ -161,6 +164,7 @@ class MultiTurnEpisode:
         if reply.terminated:
             self.is_over = True
             return
+        self.metadata, self._stop_strings = reply.metadata, tuple(reply.stop_strings or ())
         past = len(self.messages)
         self.messages += reply.messages
         turns = [_without(turn, REPORTED) for turn in self.messages]
@@ -186,7 +190,6 @@ class MultiTurnEpisode:
                 self._rewards[-1] += reply.truncation_reward
             return
         self._reply = tuple(new)
-        self.metadata, self._stop_strings = reply.metadata, tuple(reply.stop_strings or ())
 
     def played(self) -> "PlayedEpisode":
         """Returns the result of the episode."""

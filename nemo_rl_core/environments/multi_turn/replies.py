@@ -124,6 +124,13 @@ async def checked_reply(
     return checked_row(reply, log, display_name(environment))
 
 
+async def end_episode(environment: Any, metadata: Any) -> None:
+    """Calls an environment's `end_episode`, if it has one, with the last metadata."""
+    end = getattr(environment, "end_episode", None)
+    if end is not None and inspect.isawaitable(ended := end(metadata)):
+        await ended
+
+
 def checked_row(
     reply: Reply | RewardError, log: Sequence[Message], source: str
 ) -> Reply | RewardError:

@@ -35,7 +35,6 @@ def play() -> Any:
         engine = Scripted(tokenizer, answer)
         rollouts = MultiTurnRollouts(engine, tokenizer, scorer.environment, seed=3, bounds=bounds)
         (rollout,) = rollouts.run([prompt], num_generations_per_prompt=1, step=1)
-        scorer.close()
         return rollout, engine
 
     return run
@@ -139,4 +138,4 @@ def test_results_that_leave_no_room_end_the_episode_and_its_objects(play: Any) -
     assert rollout.completion.truncated
     assert rollout.completion.num_unread_tokens > 0
     assert rollout.reward == 0.0
-    assert tools_of_a_user.closed == [-2]
+    assert tools_of_a_user.closed == [-2]  # before the environment is shut down
