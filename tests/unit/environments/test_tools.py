@@ -348,6 +348,15 @@ def test_conversations_of_a_step_are_scored_together() -> None:
     assert len(made._scores.scorer.batches) == 1  # type: ignore[attr-defined]
 
 
+def test_a_reward_function_reads_the_conversation() -> None:
+    answer = {"kind": "function", "target": f"{MODULE}:few_calls"}
+    scorer: Any = make_scorer(ToolUse.model_validate({"answer": answer}))
+    result = {"role": "tool", "content": "408"}
+    log = [QUESTION, asks(), result, {"role": "assistant", "content": "408"}]
+    returned = asyncio.run(scorer.environment.step([log], [ROW]))
+    assert (returned.errors, returned.rewards.tolist()) == ([None], [0.25])
+
+
 def test_the_config_makes_an_environment() -> None:
     scorer = make_scorer(ToolUse())
     assert isinstance(scorer, EnvironmentScorer)

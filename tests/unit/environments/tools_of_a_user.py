@@ -104,3 +104,7 @@ def without_description(query: str) -> str:
 
 def without_docstring(query: str) -> str:
     return query
+
+
+def few_calls(completion: str, answer: str, messages: list[dict[str, Any]]) -> float:
+    return (completion == answer) / len(messages)
