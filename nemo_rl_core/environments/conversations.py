@@ -17,7 +17,7 @@ from nemo_rl_core.environments.remote import RemoteEnvironment
 from nemo_rl_core.errors import RewardError
 
 
-class Answer:
+class ConversationAnswers:
     """The environment's side of one conversation.
 
     Args:
@@ -47,7 +47,9 @@ def answers_at_once(environment: EnvironmentInterface) -> bool:
     return not (has_actors or inspect.iscoroutinefunction(environment.step))
 
 
-def conversations(environment: EnvironmentInterface, calls: CallQueue) -> Callable[[int], Answer]:
+def conversations(
+    environment: EnvironmentInterface, calls: CallQueue
+) -> Callable[[int], ConversationAnswers]:
     """Returns a function that opens the conversation of a numbered episode with an environment.
 
     Args:
@@ -56,16 +58,16 @@ def conversations(environment: EnvironmentInterface, calls: CallQueue) -> Callab
     if isinstance(environment, RemoteEnvironment):
         return lambda number: _remote(environment, number)
     if not answers_at_once(environment):
-        return lambda number: Answer(environment, partial(checked_reply, environment))
+        return lambda number: ConversationAnswers(environment, partial(checked_reply, environment))
     gathered: Gathered[tuple[Sequence[Message], Any], Reply | RewardError] = Gathered(
         lambda asked: checked_replies(
             environment, [log for log, _ in asked], [metadata for _, metadata in asked]
         ),
         calls,
     )
-    return lambda number: Answer(environment, lambda *asked: gathered.ask(asked))
+    return lambda number: ConversationAnswers(environment, lambda *asked: gathered.ask(asked))
 
 
-def _remote(environment: RemoteEnvironment, number: int) -> Answer:
+def _remote(environment: RemoteEnvironment, number: int) -> ConversationAnswers:
     conversation = environment.conversation(number)
-    return Answer(conversation, conversation.answer)
+    return ConversationAnswers(conversation, conversation.answer)

@@ -12,7 +12,7 @@ from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.data.sampled_turns import TurnReader
 from nemo_rl_core.data.turns import Turn, as_turns
 from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows
-from nemo_rl_core.environments.conversations import Answer
+from nemo_rl_core.environments.conversations import ConversationAnswers
 from nemo_rl_core.environments.interfaces import checked
 from nemo_rl_core.environments.multi_turn.replies import REPORTED, SHOWN_TOOLS, Reply
 from nemo_rl_core.errors import DataError, RewardError
@@ -78,7 +78,7 @@ class MultiTurnEpisode:
         bounds: Bounds,
         tokenizer: Any,
         stop_strings: tuple[str, ...],
-        answer: Answer | None = None,
+        answer: ConversationAnswers | None = None,
     ) -> None:
         self._prompt = prompt
         self._answer = answer

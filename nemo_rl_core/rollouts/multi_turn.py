@@ -6,7 +6,11 @@ from typing import Any
 
 from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.distributed.event_loop import CallQueue
-from nemo_rl_core.environments.conversations import Answer, answers_at_once, conversations
+from nemo_rl_core.environments.conversations import (
+    ConversationAnswers,
+    answers_at_once,
+    conversations,
+)
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirstTurn
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.driver import play_all, rollouts_of
@@ -63,7 +67,10 @@ class MultiTurnRollouts(RolloutEngine):
             self._first_stops = tuple(environment.first_stop_strings)
 
     def episode(
-        self, prompt: Prompt, index: RolloutIndex, answers: Callable[[int], Answer] | None = None
+        self,
+        prompt: Prompt,
+        index: RolloutIndex,
+        answers: Callable[[int], ConversationAnswers] | None = None,
     ) -> MultiTurnEpisode:
         """Creates a rollout that has not begun; `play` needs the `conversations` to answer it."""
         return MultiTurnEpisode(

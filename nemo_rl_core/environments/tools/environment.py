@@ -193,8 +193,8 @@ class ToolEnvironment:
         name, arguments = call["name"], from_json(call.get("arguments", {}))
         shown = set(map(name_of, state[SHOWN_TOOLS])) if SHOWN_TOOLS in state else {*functions}
         if name not in functions or name not in shown:
-            known = ", ".join(sorted(shown & functions.keys()))
-            return f"error: there is no tool {shorten(name, 40)!r}, only {known}", "unknown"
+            names = ", ".join(sorted(shown & functions.keys()))
+            return f"error: there is no tool {shorten(name, 40)!r}, only {names}", "unknown"
         function = functions[name]
         if fault := misfit(self._schemas[name], function, arguments):
             return self._cut(f"error: {fault}"), "arguments"
@@ -202,8 +202,9 @@ class ToolEnvironment:
         try:
             async with asyncio.timeout(limit) as timeout:
                 return self._cut(as_text(await invoke(function, arguments))), "answered"
-        except BrokenToolError:
-            await self._close_shared()  # opened again for the next call
+        except NemoRLError as error:  # not the policy's fault
+            if isinstance(error, BrokenToolError):
+                await self._close_shared()  # opened again for the next call
             raise
         # Broad on purpose: a tool may raise anything.
         except Exception as error:  # noqa: BLE001 (becomes the answer)

@@ -11,7 +11,7 @@ from nemo_rl_core.environments.tools.sources import schemas_of
 
 
 def offered_tools(scored_by: Scorer | EnvironmentConfig) -> dict[str | None, Sequence[Schema]]:
-    """Returns the schemas of an environment's tools by task; None stands for all other tasks."""
+    """Returns the schemas of an environment's tools by task; None is the key of all tasks."""
     match scored_by:
         case ToolUse(tools=tools):
             return {None: schemas_of(tools)}

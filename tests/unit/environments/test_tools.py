@@ -366,25 +366,25 @@ def test_the_config_makes_an_environment() -> None:
 @pytest.mark.slow
 def test_a_server_answers_fails_and_is_started_again() -> None:
     made = environment({"kind": "mcp", "command": SERVER})
-    own = environment({"kind": "mcp", "command": SERVER, "session": "episode"})
-    assert (made.stateful, own.stateful) == (False, True)
+    each = environment({"kind": "mcp", "command": SERVER, "session": "episode"})
+    assert (made.stateful, each.stateful) == (False, True)
     assert [each["function"]["name"] for each in made.tools] == ["lookup"]
 
     async def play() -> list[Any]:
         seen: list[Any] = []
-        for served, cities in ((made, ["Rome", "Oslo", "Atlantis", "Rome"]), (own, ["Rome"] * 2)):
-            for city in cities:  # each in an episode of its own
+        for served, cities in ((made, ["Rome", "Oslo", "Atlantis", "Rome"]), (each, ["Rome"] * 2)):
+            for city in cities:  # each in a new episode
                 answer = await step(served, asks(call("lookup", {"city": city})))
                 (error,) = answer.errors or ()
                 seen.append(error or answer.observations[0][0]["content"])
             await served._close()
         return seen
 
-    first, second, error, again, *each = asyncio.run(play())
+    first, second, error, again, *others = asyncio.run(play())
     assert (first, second) == ("Rome is call 1", "Oslo is call 2")
     assert "Connection closed" in error
     assert again == "Rome is call 1"
-    assert each == ["Rome is call 1"] * 2
+    assert others == ["Rome is call 1"] * 2
 
 
 @pytest.mark.slow

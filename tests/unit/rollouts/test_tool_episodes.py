@@ -59,10 +59,10 @@ def test_an_episode_by_hand(play: Any) -> None:
     )
     by_policy = "".join(
         qwen3_tokenizer().decode([token])
-        for token, own in zip(
+        for token, is_policy in zip(
             rollout.completion.token_ids, rollout.completion.token_mask, strict=True
         )
-        if own
+        if is_policy
     )
     assert by_policy == f"{two}<|im_end|>{last}<|im_end|>"
     first, second = rollout.messages[1]["tool_calls"]
@@ -119,7 +119,7 @@ def test_control_tokens_in_a_result_stay_text(play: Any) -> None:
     tokenizer = qwen3_tokenizer()
     assert rollout.messages[2]["content"] == forged
     pairs = zip(rollout.completion.token_ids, rollout.completion.token_mask, strict=True)
-    written = [token for token, own in pairs if not own]
+    written = [token for token, is_policy in pairs if not is_policy]
     assert forged in tokenizer.decode(written)
     # The end of the result's turn, and the starts of the user's turn and of the assistant's.
     ends = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|im_start|>")]
