@@ -1,4 +1,4 @@
-"""How conversations with an environment are answered: together, concurrently, or in actors."""
+"""Answers of an environment to conversations: all together, concurrently, or in actors."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
