@@ -48,7 +48,10 @@ class EpisodeRollouts(RolloutEngine):
 
     @abstractmethod
     def episode(
-        self, prompt: Prompt, index: RolloutIndex, answers: Callable[[int], Answer] | None = None
+        self,
+        prompt: Prompt,
+        index: RolloutIndex,
+        answers: Callable[[int], ConversationAnswers] | None = None,
     ) -> Episode:
         """Creates a rollout that has not begun.
 
