@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.config.environment import EnvironmentConfig
+from nemo_rl_core.config.environment import ByTask, EnvironmentConfig
+from nemo_rl_core.config.multi_turn import ToolUse
 from nemo_rl_core.data.loader import load_prompts
 from nemo_rl_core.data.sampled_turns import TurnReader
 from nemo_rl_core.data.written import writes_tools
+from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.interfaces import Scorer
-from nemo_rl_core.environments.tools.offered import offered_tools
+from nemo_rl_core.environments.tools.calling import Schema
+from nemo_rl_core.environments.tools.sources import schemas_of
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Prompt
 
@@ -33,7 +36,7 @@ def load_sampled_prompts(
     Raises:
         ConfigError: If no parser can read the calls that the template writes.
     """
-    by_task = offered_tools(scored_by)
+    by_task = _offered_tools(scored_by)
     template = tokenizer.get_chat_template() if tokenizer.chat_template else None
     if not any(by_task.values()) or not writes_tools(tokenizer, template, "user"):
         return load_prompts(folder, tokenizer)
@@ -54,3 +57,15 @@ def load_sampled_prompts(
         return json.dumps([by_name[name] for name in names] or offered, ensure_ascii=False)
 
     return load_prompts(folder, tokenizer, shown_tools=shown, max_prompt_tokens=max_prompt_tokens)
+
+
+def _offered_tools(scored_by: Scorer | EnvironmentConfig) -> dict[str | None, Sequence[Schema]]:
+    """Returns the schemas of an environment's tools by task; None is the key of all tasks."""
+    match scored_by:
+        case ToolUse(tools=tools):
+            return {None: schemas_of(tools)}
+        case ByTask(tasks=tasks):
+            return {each.task: _offered_tools(each.environment).get(None, []) for each in tasks}
+        case EnvironmentScorer(environment=environment):
+            return {None: getattr(environment, "tools", [])}
+    return {}

@@ -121,7 +121,7 @@ def test_a_model_trains_on_episodes_with_calls(session: ClusterSession, taught_m
         roles = [turn["role"] for turn in each.messages]
         assert roles == ["user", "assistant", "tool", "tool", "assistant"]
         assert [turn["content"] for turn in each.messages[2:]] == ["5"] * 3
-    metrics = [report.metrics for report in result.reports]
+    metrics = result.metrics
     first = [each for each in rollouts[:8] if each.error is None]
     calls = sum(2 for each in first if len(each.messages) > 2)
     assert metrics[0]["environment_calls_per_episode"] == calls / len(first)

@@ -44,8 +44,12 @@ async def in_thread(call: Callable[[], T]) -> T:
     result: asyncio.Future[T] = loop.create_future()
 
     def finish(setter: Callable[[Any], None], value: Any) -> None:
+        def unless_cancelled() -> None:
+            if not result.done():
+                setter(value)
+
         with suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(lambda: result.done() or setter(value))
+            loop.call_soon_threadsafe(unless_cancelled)
 
     def run() -> None:
         try:

@@ -13,13 +13,13 @@ turns. Without such a template the prompt must describe the tools; a call is the
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 from nemo_rl_core.config.multi_turn import ToolUse
+from nemo_rl_core.distributed.event_loop import CallQueue, Gathered
 from nemo_rl_core.environments.interfaces import (
     EnvironmentReturn,
     Message,
@@ -47,9 +47,11 @@ from nemo_rl_core.environments.tools.sources import ToolSource
 from nemo_rl_core.errors import NemoRLError, RewardError
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
+T = TypeVar("T")
 FAILURES = ("unknown", "arguments", "malformed", "timeout", "raised")
 """Outcomes of calls besides `answered`."""
 
+_CLOSE_SECONDS = 30.0
 _OPEN, _CLOSE = "<tool>", "</tool>"
 _STATE = ("num_calls", "num_prompt_turns", "episode", SHOWN_TOOLS)
 """Keys of an episode's metadata that are not columns of its row."""
@@ -83,7 +85,8 @@ class ToolEnvironment:
     def __init__(self, config: ToolUse, sources: Sequence[ToolSource], scorer: Scorer) -> None:
         self.tools = [schema for source in sources for schema in source.schemas]
         self._schemas = {name_of(schema): schema for schema in self.tools}
-        self._config, self._scores = config, _Scores(scorer)
+        self._config, self._scorer = config, scorer
+        self._scores = Gathered(scorer.score, _Threads())
         self._once = [each for each in sources if not each.stateful]
         self._each = [each for each in sources if each.stateful]
         self.stateful = bool(self._each)
@@ -125,13 +128,14 @@ class ToolEnvironment:
     def shutdown(self) -> None:
         """Closes all tools and the scorer."""
         if self._loop is not None and self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
-        self._scores.scorer.close()
+            closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+            with suppress(TimeoutError):
+                closing.result(_CLOSE_SECONDS)
+        self._scorer.close()
 
     async def _close(self) -> None:
-        for name in [*self._episodes]:
-            await self.end_episode({"episode": name})
-        await self._close_shared()
+        open_episodes = [self.end_episode({"episode": name}) for name in self._episodes]
+        await asyncio.gather(*open_episodes, self._close_shared(), return_exceptions=True)
 
     async def _close_shared(self) -> None:
         shared, self._shared = self._shared, None
@@ -149,7 +153,7 @@ class ToolEnvironment:
             "num_calls": stored.get("num_calls", 0) + len(calls) + len(faults),
         }
         if not (calls or faults) or state["num_calls"] > self._config.max_calls:
-            outcome = await self._scores.of(_as_rollout(log, state))
+            outcome = await self._scores.ask(_as_rollout(log, state))
             await self.end_episode(state)
             return failed(outcome) if isinstance(outcome, RewardError) else Reply(outcome)
         try:
@@ -229,32 +233,11 @@ class ToolEnvironment:
         return [{"function": {"name": call.name, "arguments": arguments}}]
 
 
-class _Scores:
-    """Scores rollouts of several conversations with one call of a scorer at a time."""
+class _Threads(CallQueue):
+    """Runs calls in threads of their own."""
 
-    def __init__(self, scorer: Scorer) -> None:
-        self.scorer, self._lock = scorer, asyncio.Lock()
-        self._waiting: list[tuple[Rollout, asyncio.Future[float | RewardError]]] = []
-
-    async def of(self, rollout: Rollout) -> float | RewardError:
-        """Returns the reward of a rollout, or why it has none."""
-        outcome: asyncio.Future[float | RewardError] = asyncio.get_running_loop().create_future()
-        self._waiting.append((rollout, outcome))
-        await asyncio.sleep(0)  # until all conversations of the step wait
-        async with self._lock:
-            waiting, self._waiting = self._waiting, []
-            if waiting:
-                try:
-                    rows = [each for each, _ in waiting]
-                    scores = await in_thread(partial(self.scorer.score, rows))
-                # Broad on purpose: every conversation that waits raises it.
-                except Exception as error:  # noqa: BLE001 (raised below)
-                    for _, each in waiting:
-                        each.set_exception(error)
-                else:
-                    for (_, each), score in zip(waiting, scores, strict=True):
-                        each.set_result(score)
-        return await outcome
+    async def run(self, call: Callable[[], T]) -> T:
+        return await in_thread(call)
 
 
 class TextCall(NamedTuple):
@@ -281,7 +264,8 @@ def find_call(turn: str) -> TextCall | None:
 
 
 async def _open(sources: Sequence[ToolSource], row: Mapping[str, Any]) -> _Opened:
-    stack, functions = AsyncExitStack(), {}
+    stack = AsyncExitStack()
+    functions: dict[str, Function] = {}
     try:
         for source in sources:
             functions |= await source.open(row, stack)

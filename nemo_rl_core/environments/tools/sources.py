@@ -32,7 +32,7 @@ class ToolSource(Protocol):
         stateful: Whether each episode opens the tools again.
     """
 
-    schemas: Sequence[Schema]
+    schemas: list[Schema]
     stateful: bool
 
     async def open(self, row: Mapping[str, Any], stack: AsyncExitStack) -> dict[str, Function]:
@@ -159,7 +159,7 @@ class _ClassSource:
 
     stateful = True
 
-    def __init__(self, config: FunctionTool, made: type, schemas: Sequence[Schema]) -> None:
+    def __init__(self, config: FunctionTool, made: type, schemas: list[Schema]) -> None:
         self.schemas = schemas
         self._config, self._class = config, made
 

@@ -76,7 +76,7 @@ def contents(made: ToolEnvironment, *calls: Mapping[str, Any]) -> list[tuple[str
 
 def test_calls_are_answered_and_the_last_turn_is_scored() -> None:
     made = environment({"kind": "calculator"}, "echo", max_calls=2)
-    scorer: Any = made._scores.scorer
+    scorer: Any = made._scorer
 
     async def play() -> None:
         first = await step(
@@ -345,7 +345,7 @@ def test_conversations_of_a_step_are_scored_together() -> None:
     logs = [[QUESTION, {"role": "assistant", "content": text}] for text in ("408", "1", "408")]
     answer = asyncio.run(made.step(logs, [ROW] * 3))
     assert answer.rewards.tolist() == [1.0, 0.0, 1.0]
-    assert len(made._scores.scorer.batches) == 1  # type: ignore[attr-defined]
+    assert len(made._scorer.batches) == 1  # type: ignore[attr-defined]
 
 
 def test_a_reward_function_reads_the_conversation() -> None:
