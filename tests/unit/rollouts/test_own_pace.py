@@ -61,20 +61,32 @@ class Slow:
     async def step(
         self, message_log_batch: Sequence[Any], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
-        (log,), (about,) = message_log_batch, metadata
-        turn = sum(message["role"] == "assistant" for message in log)
-        number = int(about["answer"])
+        (turn,), (number,) = _turns(message_log_batch), _numbers(metadata)
         clock = random.Random(f"{self.seed}/{number}/{turn}")
         start = time.perf_counter()
         await asyncio.sleep(min(0.03 * clock.paretovariate(0.9), 1.0))
         self.seconds[number, turn] = time.perf_counter() - start
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": f"{turn}="}],
-            metadata=[about],
-            next_stop_strings=[None],
-            rewards=torch.tensor([len(log[-1]["content"]) / 8]),
-            terminateds=torch.tensor([turn == 2 + number % (MAX_TURNS - 1)]),
-        )
+        return answer(message_log_batch, metadata)
+
+
+def answer(message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
+    turns = _turns(message_log_batch)
+    pairs = zip(turns, _numbers(metadata), strict=True)
+    return EnvironmentReturn(
+        observations=[{"role": "environment", "content": f"{turn}="} for turn in turns],
+        metadata=list(metadata),
+        next_stop_strings=[None] * len(turns),
+        rewards=torch.tensor([len(log[-1]["content"]) / 8 for log in message_log_batch]),
+        terminateds=torch.tensor([turn == 2 + number % (MAX_TURNS - 1) for turn, number in pairs]),
+    )
+
+
+def _turns(message_log_batch: Sequence[Any]) -> list[int]:
+    return [sum(message["role"] == "assistant" for message in log) for log in message_log_batch]
+
+
+def _numbers(metadata: Sequence[Any]) -> list[int]:
+    return [int(each["answer"]) for each in metadata]
 
 
 @pytest.fixture
