@@ -45,11 +45,11 @@ class CallQueue:
     """Runs blocking calls of coroutines, one at a time, in the thread that serves them.
 
     Args:
-        alone: Context of each call, such as a lock.
+        context: Context of each call, such as a lock.
     """
 
-    def __init__(self, alone: AbstractContextManager[Any] | None = None) -> None:
-        self._alone = alone or nullcontext()
+    def __init__(self, context: AbstractContextManager[Any] | None = None) -> None:
+        self._context = context or nullcontext()
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
 
     async def run(self, call: Callable[[], T]) -> T:
@@ -65,7 +65,7 @@ class CallQueue:
             if not result.set_running_or_notify_cancel():
                 continue
             try:
-                with self._alone:
+                with self._context:
                     returned = call()
             # Broad on purpose: the coroutine raises it.
             except Exception as error:  # noqa: BLE001 (raised by run)
