@@ -166,8 +166,6 @@ def _as_rendered(
             ids, mask = ids[:start] + answer, mask[:start] + [True] * len(answer)
         else:
             through = source.rendered(index + 1, is_open=False)
-            if not text.startswith(through[0]):  # an end of the sequence, as Phi-3's
-                through = through[0].removesuffix(tokenizer.eos_token), through[1][:-1]
             end = _prefix_length(through, (text, ids), row)
             end += _num_ends(tokenizer, ids[start:end], ids[end:])
             turn_ids = _through_end_of_turn(tokenizer, ids[start:end])

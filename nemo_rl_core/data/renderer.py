@@ -123,7 +123,7 @@ class Renderer:
             if has_calls:
                 end = self._end_of_calls(ids, closing)
             if last_token in closing[end:]:  # ended like the last turn of a conversation
-                written = closing[end : closing.index(last_token, end)]
+                written = closing[end : closing.index(last_token, end) + 1]
                 return ids[end + max(1, _num_shared(ids[end:], written)) :]
         return ids[end + 1 :] if last_token in ids[end : end + 1] else ids[end:]
 
