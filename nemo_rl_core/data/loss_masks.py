@@ -211,25 +211,25 @@ def _sampled_turn(source: _Source, index: int) -> tuple[list[int], list[int]]:
 def _guarded_answer(source: _Source, turns: list[Turn]) -> str:
     """Returns the text of the last turn after a prompt that the template does not continue."""
     past = turns[:-1]
-    prompt, whole = source.guarded(past, is_open=True), source.guarded(turns)
+    prompt, full = source.guarded(past, is_open=True), source.guarded(turns)
     # The last answer may remove reasoning from earlier turns (GPT-OSS's).
     start = prompt.removeprefix(source.guarded(past))
     marked = source.guarded([*past, {"role": "assistant", "content": MARK}]).partition(MARK)[0]
     opening = "".join(marked.rpartition(start)[:2]) if start else ""
-    if opening and whole.startswith(opening):
-        return whole.removeprefix(opening)
+    if opening and full.startswith(opening):
+        return full.removeprefix(opening)
     header = prompt.rstrip().removesuffix(START_OF_REASONING)
-    if not opens_reasoning(source.tokenizer, turns) or not whole.startswith(header):
+    if not opens_reasoning(source.tokenizer, turns) or not full.startswith(header):
         raise DataError(
             f"{source.row} cannot be split into its turns: the chat template renders an earlier "
             "turn differently when an answer follows, or another start of the answer",
             expected=f"text that starts with {prompt[-80:]!r}",
-            got=repr(whole[max(len(prompt) - 80, 0) : len(prompt) + 20]),
+            got=repr(full[max(len(prompt) - 80, 0) : len(prompt) + 20]),
             fix="use a chat template that ends prompts with the start of an answer, or set the "
             "variable for rows with reasoning: model.chat_template_kwargs: {enable_thinking: true}",
         )
     # The prompt opens reasoning that the template does not write (DeepSeek's).
-    written = whole.removeprefix(header).removeprefix(START_OF_REASONING)
+    written = full.removeprefix(header).removeprefix(START_OF_REASONING)
     reasoning = guarded_text(source.tokenizer, reasoning_of(turns[-1]))
     if not written.lstrip().startswith(END_OF_REASONING):
         return f"{reasoning}\n{END_OF_REASONING}\n\n{written.lstrip()}"

@@ -57,8 +57,9 @@ class Renderer:
         """Returns the tokens of a conversation up to the start of the assistant's next turn."""
         tokenizer = self._tokenizer
         refuse_unwritten(tokenizer, turns, tools=tools, row=row)
-        options = {"add_generation_prompt": True, "tools": tools}
-        ids = rendered_conversation(tokenizer, turns, row, **options)[1]
+        _, ids = rendered_conversation(
+            tokenizer, turns, row, add_generation_prompt=True, tools=tools
+        )
         if not ids:
             raise DataError(
                 f"{row} has no tokens",

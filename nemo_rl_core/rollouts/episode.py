@@ -147,8 +147,9 @@ class MultiTurnEpisode:
         message = {"role": reply.role, "content": reply.observation}
         self.messages.append(message)
         try:
+            row = f"the {reply.role} turn that begins with {reply.observation[:80]!r}"
             new = Renderer(self._tokenizer).continuation(
-                self.messages[:-1], [message], last_token=self._last_token, row="an observation"
+                self.messages[:-1], [message], last_token=self._last_token, row=row
             )
         except DataError as error:  # A tool's output may spell a control token.
             self._error, self.is_over = error.in_one_line, True

@@ -164,9 +164,9 @@ def training(name: str, turns: list[Any], tools: Any = None) -> str:
     for number, index in enumerate(answers):
         (_, before), (_, trained) = runs[2 * number : 2 * number + 2]
         prompt = rendered(tokenizer, turns[:index], tools, is_open=True)
-        whole = rendered(tokenizer, turns[: index + 1], tools, is_open=False)
+        full = rendered(tokenizer, turns[: index + 1], tools, is_open=False)
         assert prompt is not None
-        assert whole is not None
+        assert full is not None
         body = body_of(trained, tokenizer.eos_token)
         assert len(body) < len(trained), (name, "no end is trained on", trained)
         closed = rendered(tokenizer, turns[:index], tools, is_open=False)
@@ -175,8 +175,8 @@ def training(name: str, turns: list[Any], tools: Any = None) -> str:
             assert before == prompt, name
         elif prompt.startswith(closed):
             assert before.endswith(prompt.removeprefix(closed)), name
-        if whole.startswith(prompt):
-            assert body == body_of(whole[len(prompt) :], tokenizer.eos_token), name
+        if full.startswith(prompt):
+            assert body == body_of(full[len(prompt) :], tokenizer.eos_token), name
         else:  # reasoning that the template does not write, or removes later
             texts = [turns[index]["content"], turns[index].get("reasoning_content", "")]
             texts += [call["function"]["name"] for call in turns[index].get("tool_calls", ())]
@@ -188,20 +188,20 @@ def training(name: str, turns: list[Any], tools: Any = None) -> str:
 
 
 def continuing(name: str, turns: list[Any], new: list[Any], tools: Any = None) -> str:
-    """The outcome of continuing a sampled turn, with and without its end, likewise."""
+    """The outcome of continuing a sampled turn, with and without its end."""
     tokenizer = tokenizer_of(name)
     if drops(tokenizer, turns[:1], tools, is_open=True):
         tools = None  # conversations of these templates have calls, but no definitions
     arguments = {"tools": tools or (), "row": "a turn"}
-    whole = rendered(tokenizer, [*turns, *new], tools, is_open=True)
+    full = rendered(tokenizer, [*turns, *new], tools, is_open=True)
     prompt = rendered(tokenizer, turns[:-1], tools, is_open=True)
     answered = rendered(tokenizer, turns, tools, is_open=False)
-    if whole is None or prompt is None or answered is None:
+    if full is None or prompt is None or answered is None:
         return "-"
     renderer = Renderer(tokenizer)
     (letter,) = tokenizer.encode("z")
     cut = renderer.continuation(turns, new, last_token=letter, **arguments)
-    if not whole.endswith(tokenizer.decode(cut)):
+    if not full.endswith(tokenizer.decode(cut)):
         assert drops(tokenizer, [*turns, *new], tools, is_open=True), name
         assert all(turn["content"].strip() in tokenizer.decode(cut) for turn in new)
         return "as user"  # the template does not write results of tools
@@ -210,7 +210,7 @@ def continuing(name: str, turns: list[Any], new: list[Any], tools: Any = None) -
     ended = renderer.continuation(turns, new, last_token=end, **arguments)
     if control.among([end]):
         assert ended == cut[1:] or ended == cut[2:], name  # Phi-3's have two ends
-    if not answered.startswith(prompt) or not whole.startswith(answered.rstrip()):
+    if not answered.startswith(prompt) or not full.startswith(answered.rstrip()):
         return "sampled"
     # The template does not rewrite: prompt, sampled turn and continuation are its rendering.
     sampled = answered[len(prompt) :].rstrip()
@@ -219,7 +219,7 @@ def continuing(name: str, turns: list[Any], new: list[Any], tools: Any = None) -
         *tokenizer.encode(sampled, add_special_tokens=False),
         *ended,
     ]
-    assert tokenizer.decode(ids) == whole, name
+    assert tokenizer.decode(ids) == full, name
     return "equal"
 
 
