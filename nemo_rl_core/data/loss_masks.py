@@ -158,7 +158,8 @@ def _as_rendered(
         else:
             through = source.rendered(index + 1, is_open=False)
             end = _prefix_length(through, (text, ids), row)
-            end += _num_ends(tokenizer, ids[start:end], ids[end:])
+            if turns[index + 1]["role"] != "assistant":
+                end += _num_ends(tokenizer, ids[start:end], ids[end:])
             turn_ids = _through_end_of_turn(tokenizer, ids[start:end])
             mask[start : start + len(turn_ids)] = [True] * len(turn_ids)
     return ids, mask
@@ -188,7 +189,7 @@ def _as_sampled(source: _Source, trained: Sequence[int]) -> tuple[list[int], lis
             last_token=answer[-1],
             row=source.row,
         )
-        num_ends = _num_ends(tokenizer, answer, more)
+        num_ends = _num_ends(tokenizer, answer, more) if stop > index + 1 else 0
         ids += answer + more
         mask += [index in trained] * (len(answer) + num_ends)
         mask += [False] * (len(more) - num_ends)
@@ -215,7 +216,7 @@ def _guarded_answer(source: _Source, turns: list[Turn]) -> str:
     # The last answer may remove reasoning from earlier turns (GPT-OSS's).
     start = prompt.removeprefix(source.guarded(past))
     marked = source.guarded([*past, {"role": "assistant", "content": MARK}]).partition(MARK)[0]
-    opening = "".join(marked.rpartition(start)[:2]) if start else ""
+    opening = "".join(marked.rpartition(start)[:2]) if start else marked
     if opening and full.startswith(opening):
         return full.removeprefix(opening)
     header = prompt.rstrip().removesuffix(START_OF_REASONING)

@@ -160,7 +160,7 @@ def training(name: str, turns: list[Any], tools: Any = None) -> str:
         for is_trained, run in itertools.groupby(pairs, key=lambda pair: pair[0])
     ]
     answers = [n for n, turn in enumerate(turns) if turn["role"] == "assistant"]
-    assert [is_trained for is_trained, _ in runs] == [False, True] * len(answers)
+    assert [is_trained for is_trained, _ in runs] == [False, True] * len(answers), name
     for number, index in enumerate(answers):
         (_, before), (_, trained) = runs[2 * number : 2 * number + 2]
         prompt = rendered(tokenizer, turns[:index], tools, is_open=True)
@@ -237,6 +237,15 @@ TRAINING = {
     "parallel calls": ([QUESTION, calling("find", "add"), FOUND, FAILED, LAST], TOOLS),
     "a call at the end": ([QUESTION, calling("find")], TOOLS),
 }
+SYSTEM = {"role": "system", "content": "Be <brief>."}
+TRAINING |= {
+    "a system turn": ([SYSTEM, QUESTION, ANSWER, MORE, LAST], None),
+    "two users": ([QUESTION, ANSWER, MORE, QUESTION, LAST], None),
+    "two calls and a text": (
+        [QUESTION, calling("find") | {"content": "Now."}, FOUND, calling("find"), FOUND, LAST],
+        TOOLS,
+    ),
+}
 CONTINUING = {
     "a user's reply": ([QUESTION, ANSWER], [MORE], None),
     "a result": ([QUESTION, calling("find")], [FOUND], TOOLS),
@@ -270,6 +279,9 @@ def counted(outcomes: Iterable[str]) -> dict[str, int]:
         ),
         ("parallel calls", {"-": 7, "equal": 19, "refused": 10, "sampled": 5}),
         ("a call at the end", {"equal": 23, "refused": 14, "sampled": 4}),
+        ("a system turn", {"-": 1, "equal": 27, "sampled": 13}),
+        ("two users", {"-": 4, "equal": 24, "sampled": 13}),
+        ("two calls and a text", {"-": 5, "equal": 13, "refused": 13, "sampled": 10}),
     ],
 )
 def test_what_transformers_writes_is_trained_on_with_exact_masks(
