@@ -164,15 +164,7 @@ def _encoded(
 
     def rendered(turns: Sequence[Turn], tools: Any) -> str:
         text = render_turns(tokenizer, turns, what=what, **options | {"tools": tools})
-        if not after:
-            return text
-        if after not in text:
-            raise DataError(
-                f"the chat template does not write the assistant's turn in {row}",
-                got=repr(text[-80:]),
-                fix="use a chat template that writes calls of tools, or write them as text",
-            )
-        return text[text.rindex(after) + len(after) :]
+        return text.rpartition(after)[2] if after else text
 
     tools = options.get("tools")
     text = rendered(turns, tools)

@@ -51,11 +51,6 @@ def render_turns(tokenizer: Any, turns: Sequence[Turn], *, what: str, **options:
         ) from error
 
 
-@lru_cache(maxsize=16)
-def _reasoning_keys(template: str) -> frozenset[str]:
-    return frozenset(key for key in REASONING if re.search(rf"['\".]{key}\b", template))
-
-
 def _render(tokenizer: Any, turns: list[Turn], options: dict[str, Any]) -> str:
     day = date.fromisoformat(tokenizer.init_kwargs.get("template_date", TEMPLATE_DATE))
     text: str = tokenizer.apply_chat_template(
@@ -67,18 +62,16 @@ def _render(tokenizer: Any, turns: list[Turn], options: dict[str, Any]) -> str:
 def _as_the_template_reads(tokenizer: Any, turns: Sequence[Turn]) -> list[Turn]:
     readable = [{key: value for key, value in turn.items() if key != FLAG} for turn in turns]
     template = str(tokenizer.get_chat_template())
-    if readable and readable[0].get("role") == "developer" and "developer" not in template:
+    has_developer = "'developer'" in template or '"developer"' in template
+    if readable and readable[0].get("role") == "developer" and not has_developer:
         readable[0]["role"] = "system"
+    reasoning, has_null_content, has_parts = _forms(tokenizer, template)
     for turn in readable:
-        for key in REASONING:  # names of the same key in other templates
-            if key in turn and not (names := _reasoning_keys(template)) & {key}:
-                turn.update(dict.fromkeys(names, turn[key]))
-    if re.search(r"content['\"]?\]? is none", template):  # DeepSeek's for calls without text
-        for turn in readable:
-            if turn.get("tool_calls") and not turn.get("content"):
-                turn["content"] = None
-    if _reads_only_parts(tokenizer, template):  # LLaVA's
-        for turn in readable:
+        for key in {*REASONING} & {*turn} - reasoning:
+            turn.update(dict.fromkeys(reasoning, turn[key]))
+        if has_null_content and turn.get("tool_calls") and not turn.get("content"):
+            turn["content"] = None
+        if has_parts:
             turn["content"] = [{"type": "text", "text": turn.get("content")}]
     if "'environment'" in template and "'tool'" not in template:  # OLMo 3's
         for turn in readable:
@@ -87,8 +80,11 @@ def _as_the_template_reads(tokenizer: Any, turns: Sequence[Turn]) -> list[Turn]:
 
 
 @lru_cache(maxsize=16)
-def _reads_only_parts(tokenizer: Any, template: str) -> bool:
-    """Whether the template writes contents that are lists of parts, and no texts."""
+def _forms(tokenizer: Any, template: str) -> tuple[frozenset[str], bool, bool]:
+    """Returns the template's keys of reasoning, and two forms of contents that some templates need.
+
+    These are None for calls without text (DeepSeek's), and a list of parts for texts (LLaVA's).
+    """
 
     def writes(content: Any) -> bool:
         try:
@@ -96,7 +92,10 @@ def _reads_only_parts(tokenizer: Any, template: str) -> bool:
         except Exception:  # noqa: BLE001 (fault boundary: a template may raise anything)
             return False
 
-    return not writes(_PROBE) and writes([{"type": "text", "text": _PROBE}])
+    reasoning = frozenset(key for key in REASONING if re.search(rf"['\".]{key}\b", template))
+    has_null_content = "message['content'] is none" in template
+    parts = [{"type": "text", "text": _PROBE}]
+    return reasoning, has_null_content, not writes(_PROBE) and writes(parts)
 
 
 def _with_text_arguments(turn: Turn) -> Turn:

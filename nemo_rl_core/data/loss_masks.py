@@ -123,7 +123,10 @@ class _Source:
 
     def last_answer(self, ids: list[int]) -> list[int]:
         """Returns the tokens of the last turn through the end of the sequence."""
-        answer = _through_eos(self.tokenizer, ids) if self._ends_with_eos(ids) else ids
+        answer = _through_eos(self.tokenizer, ids)
+        template = str(self.tokenizer.chat_template)
+        if self.turns[-1].get("tool_calls") and self.tokenizer.eos_token in template:
+            answer = _through_end_of_turn(self.tokenizer, ids)  # calls may have another end
         if len(answer) < 2:
             raise DataError(
                 f"{self.row} has an empty completion",
@@ -131,18 +134,6 @@ class _Source:
                 fix="fill its column `completion`, or remove the row",
             )
         return answer
-
-    def _ends_with_eos(self, ids: list[int]) -> bool:
-        """Whether the last turn ends a sequence, unlike calls with an end of their own."""
-        turns, eos = self.turns, self.tokenizer.eos_token_id
-        if eos in ids or not turns[-1].get("tool_calls"):
-            return True
-        answer = [*turns[:-1], {"role": "assistant", "content": "0"}]
-        ends = [
-            rendered_conversation(self.tokenizer, each, self.row, add_generation_prompt=False)[1]
-            for each in (answer, turns)
-        ]
-        return ends[0].count(eos) <= ends[1].count(eos)
 
 
 def _as_rendered(
@@ -160,16 +151,15 @@ def _as_rendered(
         is_last = index == last
         if not is_last and _after_prompt(tokenizer, before, (text, ids), turns[index]) is not ids:
             raise _RewritesPastError
-        start = _prefix_length(before, (text, ids), row, is_last=is_last)
+        start = _prefix_length(before, (text, ids), row)
         if is_last:
             answer = source.last_answer(ids[start:])
             ids, mask = ids[:start] + answer, mask[:start] + [True] * len(answer)
         else:
             through = source.rendered(index + 1, is_open=False)
-            if not text.startswith(through[0]):  # an end of the sequence, as Phi-3's
-                through = through[0].removesuffix(tokenizer.eos_token), through[1][:-1]
             end = _prefix_length(through, (text, ids), row)
-            end += _num_ends(tokenizer, ids[start:end], ids[end:])
+            if turns[index + 1]["role"] != "assistant":
+                end += _num_ends(tokenizer, ids[start:end], ids[end:])
             turn_ids = _through_end_of_turn(tokenizer, ids[start:end])
             mask[start : start + len(turn_ids)] = [True] * len(turn_ids)
     return ids, mask
@@ -199,7 +189,7 @@ def _as_sampled(source: _Source, trained: Sequence[int]) -> tuple[list[int], lis
             last_token=answer[-1],
             row=source.row,
         )
-        num_ends = _num_ends(tokenizer, answer, more)
+        num_ends = _num_ends(tokenizer, answer, more) if stop > index + 1 else 0
         ids += answer + more
         mask += [index in trained] * (len(answer) + num_ends)
         mask += [False] * (len(more) - num_ends)
@@ -213,7 +203,7 @@ def _sampled_turn(source: _Source, index: int) -> tuple[list[int], list[int]]:
     text, ids = source.rendered(index + 1, is_open=False)
     if text.startswith(before[0]):
         ids = _after_prompt(tokenizer, before, (text, ids), turns[-1])
-        start = _prefix_length(before, (text, ids), source.row, is_last=True)
+        start = _prefix_length(before, (text, ids), source.row)
         return ids[:start], ids[start:]
     answer = _guarded_answer(source, turns)
     return before[1], encode_guarded(tokenizer, answer, add_special_tokens=False)
@@ -222,25 +212,25 @@ def _sampled_turn(source: _Source, index: int) -> tuple[list[int], list[int]]:
 def _guarded_answer(source: _Source, turns: list[Turn]) -> str:
     """Returns the text of the last turn after a prompt that the template does not continue."""
     past = turns[:-1]
-    prompt, whole = source.guarded(past, is_open=True), source.guarded(turns)
+    prompt, full = source.guarded(past, is_open=True), source.guarded(turns)
     # The last answer may remove reasoning from earlier turns (GPT-OSS's).
     start = prompt.removeprefix(source.guarded(past))
     marked = source.guarded([*past, {"role": "assistant", "content": MARK}]).partition(MARK)[0]
-    opening = "".join(marked.rpartition(start)[:2]) if start else ""
-    if opening and whole.startswith(opening):
-        return whole.removeprefix(opening)
+    opening = "".join(marked.rpartition(start)[:2]) if start else marked
+    if opening and full.startswith(opening):
+        return full.removeprefix(opening)
     header = prompt.rstrip().removesuffix(START_OF_REASONING)
-    if not opens_reasoning(source.tokenizer, turns) or not whole.startswith(header):
+    if not opens_reasoning(source.tokenizer, turns) or not full.startswith(header):
         raise DataError(
             f"{source.row} cannot be split into its turns: the chat template renders an earlier "
             "turn differently when an answer follows, or another start of the answer",
             expected=f"text that starts with {prompt[-80:]!r}",
-            got=repr(whole[max(len(prompt) - 80, 0) : len(prompt) + 20]),
+            got=repr(full[max(len(prompt) - 80, 0) : len(prompt) + 20]),
             fix="use a chat template that ends prompts with the start of an answer, or set the "
             "variable for rows with reasoning: model.chat_template_kwargs: {enable_thinking: true}",
         )
     # The prompt opens reasoning that the template does not write (DeepSeek's).
-    written = whole.removeprefix(header).removeprefix(START_OF_REASONING)
+    written = full.removeprefix(header).removeprefix(START_OF_REASONING)
     reasoning = guarded_text(source.tokenizer, reasoning_of(turns[-1]))
     if not written.lstrip().startswith(END_OF_REASONING):
         return f"{reasoning}\n{END_OF_REASONING}\n\n{written.lstrip()}"
@@ -270,19 +260,18 @@ def _after_prompt(
     return joined if is_same and tokenizer.decode(joined) == tokenizer.decode(ids) else ids
 
 
-def _prefix_length(prefix: Rendered, full: Rendered, row: str, *, is_last: bool = False) -> int:
+def _prefix_length(prefix: Rendered, full: Rendered, row: str) -> int:
     """Checks that `prefix` is a prefix of `full` and returns its number of tokens."""
     (start_text, start), (text, ids) = prefix, full
     if not text.startswith(start_text):
         raise _RewritesPastError
     if ids[: len(start)] != start:
-        earlier = "" if is_last else "train only on the last turn (mask: final_turn), "
         raise DataError(
             f"{row} cannot be split into prompt and completion: "
             "its prompt is tokenized differently when the completion follows",
             expected=f"tokens that start with {start[-5:]} at position {max(len(start) - 5, 0)}",
             got=str(ids[max(len(start) - 5, 0) : len(start) + 1]),
-            fix=f"{earlier}end prompts where a token ends (without a trailing space), or use a "
+            fix="end prompts where a token ends (without a trailing space), or use a "
             "chat template that ends turns with a separate token",
         )
     return len(start)

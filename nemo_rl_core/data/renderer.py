@@ -57,9 +57,9 @@ class Renderer:
         """Returns the tokens of a conversation up to the start of the assistant's next turn."""
         tokenizer = self._tokenizer
         refuse_unwritten(tokenizer, turns, tools=tools, row=row)
-        ids = rendered_conversation(tokenizer, turns, row, add_generation_prompt=True, tools=tools)[
-            1
-        ]
+        _, ids = rendered_conversation(
+            tokenizer, turns, row, add_generation_prompt=True, tools=tools
+        )
         if not ids:
             raise DataError(
                 f"{row} has no tokens",
@@ -95,19 +95,18 @@ class Renderer:
         if MARK in json.dumps(new, ensure_ascii=False):
             raise control_token_error(row, f"{MARK!a}, which is reserved")
         *past, sampled = turns
-        options = {"add_generation_prompt": False, "tools": [*tools] or None}
         if calls := sampled.get("tool_calls"):
             calling = [*past, _calling(calls)]
-            text = render_turns(tokenizer, calling, what=row, **options)
+            text = render_turns(tokenizer, calling, what=row, add_generation_prompt=False)
             if MARK in text:  # otherwise the calls are text
                 return self._continued(calling, new, tools, last_token, row)
         past.append({"role": "assistant", "content": f"{MARK}{_CONTEXT}"})
         try:
             return self._continued(past, new, tools, last_token, row)
-        except DataError as error:
+        except DataError:
             if all(turn["role"] != "tool" for turn in new):
                 raise
-            _warn_of_lone_results(tokenizer, tokenizer.get_chat_template(), error.in_one_line)
+            _warn_of_lone_results(tokenizer.get_chat_template())
         new = [{"role": "user", "content": "\n\n".join(turn["content"] for turn in new)}]
         return self._continued(past, new, tools, last_token, row)
 
@@ -123,7 +122,7 @@ class Renderer:
             if has_calls:
                 end = self._end_of_calls(ids, closing)
             if last_token in closing[end:]:  # ended like the last turn of a conversation
-                written = closing[end : closing.index(last_token, end)]
+                written = closing[end : closing.index(last_token, end) + 1]
                 return ids[end + max(1, _num_shared(ids[end:], written)) :]
         return ids[end + 1 :] if last_token in ids[end : end + 1] else ids[end:]
 
@@ -177,8 +176,8 @@ def _calling(calls: Sequence[Mapping[str, Any]]) -> Turn:
 
 
 @lru_cache(maxsize=8)
-def _warn_of_lone_results(tokenizer: Any, template: str, reason: str) -> None:
-    logger.warning("results of tools without a call that can be read are user turns: %s", reason)
+def _warn_of_lone_results(template: str) -> None:
+    logger.warning("the chat template writes no result without a call: such results are user turns")
 
 
 @lru_cache(maxsize=8)

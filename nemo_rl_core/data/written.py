@@ -116,11 +116,11 @@ def _refuse_doubled_tags(tokenizer: Any, turns: Sequence[Turn], row: str) -> Non
 def _refuse_lost_reasoning(tokenizer: Any, turns: Sequence[Turn], row: str) -> None:
     """Refuses a last turn if its reasoning, in a key or in the content, is not written."""
     turn = turns[-1]
-    if opens_reasoning(tokenizer, turns):
-        return
-    for key in REASONING:
-        if turn.get(key) and not _writes(tokenizer, turns, len(turns) - 1, [_without(turn, key)]):
-            raise _unwritten(row, turn, key, _REASONING_FIX.format(key=key))
+    lost = [
+        (key, _REASONING_FIX.format(key=key))
+        for key in REASONING
+        if turn.get(key) and not _writes(tokenizer, turns, len(turns) - 1, [_without(turn, key)])
+    ]
     *parts, answer = str(turn.get("content")).split(END_OF_REASONING)
     # One turn for each text of reasoning, with a probe instead of the text.
     others = [
@@ -130,7 +130,9 @@ def _refuse_lost_reasoning(tokenizer: Any, turns: Sequence[Turn], row: str) -> N
     ]
     if others and not _writes(tokenizer, turns, len(turns) - 1, others):
         fix = f"remove the text before {END_OF_REASONING} from the row"
-        raise _unwritten(row, turn, f"text before {END_OF_REASONING}", fix)
+        lost.append((f"text before {END_OF_REASONING}", fix))
+    if lost and not opens_reasoning(tokenizer, turns):
+        raise _unwritten(row, turn, *lost[0])
 
 
 def opens_reasoning(tokenizer: Any, turns: Sequence[Turn]) -> bool:

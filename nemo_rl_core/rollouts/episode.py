@@ -169,13 +169,14 @@ class MultiTurnEpisode:
         self.messages += reply.messages
         turns = [_without(turn, REPORTED) for turn in self.messages]
         try:
+            role, content = turns[past]["role"], turns[past]["content"]
+            row = f"the {role} turn that begins with {content[:80]!r}"
             new = Renderer(self._tokenizer).continuation(
                 turns[:past],
                 turns[past:],
                 tools=self._tools,
                 last_token=self._last_token,
-                row=f"the {turns[past]['role']} turn that begins with "
-                f"{turns[past]['content'][:80]!r}",
+                row=row,
             )
         except DataError as error:  # A tool's output may spell a control token.
             self._error, self.is_over = error.in_one_line, True
