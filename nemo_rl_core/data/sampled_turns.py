@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from nemo_rl_core.data.call_formats import FORMATS, GPT_OSS, THINK, CallFormat
+from nemo_rl_core.data.call_formats import FORMATS, THINK, CallFormat
 from nemo_rl_core.data.control_tokens import render_turns
 from nemo_rl_core.data.turns import Turn
 from nemo_rl_core.errors import ConfigError, DataError
@@ -108,7 +108,7 @@ class _CallParser:
             )
             for name in ("hf" if is_hf else None, reasoning)
         )
-        self._options = {"response_template": GPT_OSS} if is_hf else {}
+        self._options = {"response_template": form.template} if is_hf else {}
         before = _rendered(tokenizer, [_USER])
         cue = _rendered(tokenizer, [_USER], add_generation_prompt=True).removeprefix(before)
         at = cue.find(self._start) if self._start else -1
@@ -116,8 +116,8 @@ class _CallParser:
         self.header = before + cue.removesuffix(self._opening)
         added = tokenizer.added_tokens_decoder
         self._added = [token.content for token in added.values()]
-        ends = (i for i, token in added.items() if token.special and token.content != form.end)
-        self._ends = {tokenizer.eos_token_id, *ends}
+        ends = [i for i, token in added.items() if token.special and token.content != form.end]
+        self._ends = {i for i in ends if not self._begins(added[i].content)}
 
     def read(
         self, ids: list[int], tools: Tools, *, has_opening: bool = False
@@ -128,10 +128,9 @@ class _CallParser:
             has_opening: Whether the turn contains the part of the generation prompt.
         """
         digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:7]
-        while ids and ids[-1] in self._ends:
-            ids = ids[:-1]
+        stop = next((i for i in range(len(ids), 0, -1) if ids[i - 1] not in self._ends), 0)
         text = self._tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ids[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         text = text if has_opening else self._opening + text
         begins = self._begins(text)
@@ -166,7 +165,7 @@ class _CallParser:
                 continue
             number = sampled if sampled and sampled in text else f"{digest}{index:02d}"
             read.append({"type": "function", "id": number, "function": function})
-        return SampledTurn({**turn, "tool_calls": read} if read else turn, tuple(faults))
+        return SampledTurn({**turn, "tool_calls": read} if read else turn, tuple(faults[:_FAULTS]))
 
     def _begins(self, text: str) -> list[int]:
         if not self.form.begin:
@@ -205,6 +204,7 @@ class _CallParser:
         return text.strip()
 
 
+_FAULTS = 8
 _QUOTED = 200
 """Characters of a faulty call that are repeated to the model."""
 
