@@ -76,7 +76,7 @@ class TurnReader:
         return SampledTurn({"role": "assistant", "content": text})
 
     def _proven(self) -> "_CallParser":
-        return _proven(self._tokenizer, self._tokenizer.chat_template, self._parser)
+        return _proven(self._tokenizer, _template(self._tokenizer), self._parser)
 
 
 class _Parts(NamedTuple):
@@ -99,7 +99,7 @@ class _CallParser:
         for package in ("parser", "reasoning", "tool_parsers"):  # a traceback per broken call
             logging.getLogger(f"vllm.{package}").setLevel(logging.CRITICAL + 1)
         self.form, self._tokenizer = form, get_cached_tokenizer(tokenizer)
-        think = THINK if THINK[0] in tokenizer.chat_template else ("", None)
+        think = THINK if THINK[0] in _template(tokenizer) else ("", None)
         self._start, reasoning = form.reasoning or think
         is_hf = form.parser == "hf"
         self._plain, self._thinking = (
@@ -133,27 +133,31 @@ class _CallParser:
             ids[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         text = text if has_opening else self._opening + text
-        begins = self._begins(text)
-        if self.form.begin and not begins and not (self._start and self._start in text):
+        begins, end = self._begins(text), self.form.end
+        if self.form.begin and not begins and not self._thinks(text):
             return None
         request = _request(json.dumps(tools))
-        parts = self._parse(text, request)
-        calls, faults = parts.calls, list[str]()
+        parts, faults = self._parse(text, request), list[str]()
         in_reasoning = len(self._begins(parts.reasoning))
         if in_reasoning and in_reasoning == len(begins):
             faults.append("A tool call inside the reasoning is not run: end the reasoning first.")
-        begins, content = begins[in_reasoning:], parts.content
+        begins = begins[in_reasoning:]
+        if begins and end:
+            last, _, rest = text[begins[-1] :].rpartition(end)
+            if not last:
+                faults.append(f"The last tool call is not closed with {end}")
+                text, tail = text[: begins[-1]], text[begins.pop() :]
+                parts = self._parse(text, request)
+                parts = parts._replace(
+                    content=parts.content if parts.calls else parts.content + tail
+                )
+            elif rest := self._without_controls(rest):
+                faults.append(f"Text after a tool call is not read: {rest[:_QUOTED]}")
+        calls, content = parts.calls, parts.content
         if len(calls) < len(begins):
             calls = self._piecewise(text, begins, request, faults) or calls
             if not calls and text[begins[0] :] not in content:
                 content += text[begins[0] :]
-        if begins and self.form.end:
-            _, end, rest = text[begins[-1] :].rpartition(self.form.end)
-            if not end:
-                calls = calls[: len(begins) - 1]
-                faults.append(f"The last tool call is not closed with {self.form.end}")
-            elif rest := self._without_controls(rest):
-                faults.append(f"Text after a tool call is not read: {rest[:_QUOTED]}")
         turn: Turn = {"role": "assistant", "content": content}
         if parts.reasoning:
             turn["reasoning_content"] = parts.reasoning
@@ -172,17 +176,20 @@ class _CallParser:
             return []
         return [match.start() for match in re.finditer(self.form.begin, text)]
 
+    def _thinks(self, text: str) -> bool:
+        return bool(self._start) and self._start in text
+
     def _parse(self, text: str, request: Any) -> _Parts:
-        kind = self._thinking if self._start and self._start in text else self._plain
+        thinks = self._thinks(text)
+        kind = self._thinking if thinks else self._plain
         parser = kind(self._tokenizer, request.tools, **self._options)
         try:
             reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True)
             read = [(call.id or "", call.name, call.arguments) for call in calls or ()]
         except Exception:  # noqa: BLE001  (parsers may raise anything for what a model samples)
             return _Parts("", text, [])
-        content = (
-            (content or "").strip() if read else (content or "").lstrip("\n" * bool(reasoning))
-        )
+        content = content or ""
+        content = content.strip() if read else content.lstrip("\n" if thinks else "")
         return _Parts((reasoning or "").strip("\n"), content, read)
 
     def _piecewise(
@@ -209,6 +216,10 @@ _QUOTED = 200
 """Characters of a faulty call that are repeated to the model."""
 
 _USER: Turn = {"role": "user", "content": "Hi"}
+
+
+def _template(tokenizer: Any) -> str:
+    return str(tokenizer.get_chat_template(tools=_TOOLS) if tokenizer.chat_template else "")
 
 
 def _rendered(tokenizer: Any, turns: list[Turn], **options: Any) -> str:
@@ -305,7 +316,7 @@ def _proven(tokenizer: Any, template: str, name: str | None) -> _CallParser:
             got=f"{type(error).__name__}: {error}",
             fix="install it: uv pip install 'nemo-rl-flow[cpu]', or [gpu]",
         ) from error
-    candidates = [form for form in FORMATS if re.search(form.marker, str(template))]
+    candidates = [form for form in FORMATS if re.search(form.marker, template)]
     if name:
         candidates = [form for form in FORMATS if form.parser == name] or [_named(name)]
     best: tuple[int, _CallParser] | None = None
