@@ -28,7 +28,7 @@ THINK = ("<think>", "deepseek_r1")
 
 _TAGGED = ("<think>", "hf")
 _XML = ("<tool_call>", "</tool_call>")
-_SEED = ("<seed:tool_call>", "</seed:tool_call>", ("<seed:think>", "seed_oss"))
+_SEED = ("<seed:tool_call>", "</seed:tool_call>")
 _LONGCAT = ("<longcat_tool_call>", "</longcat_tool_call>")
 _DEEPSEEK = ("<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>")
 _DSML = ("\uff5cDSML\uff5c", "<\uff5cDSML\uff5cinvoke", "</\uff5cDSML\uff5c")
@@ -37,38 +37,32 @@ _FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{c
 _CALL = {"repeats": True, "transform": _FUNCTION}
 
 
-def _tagged(begin: str, end: str, name: str, tag: str, rest: str, think: str) -> dict[str, Any]:
-    """Response template of calls whose arguments are in tags, and of nothing else."""
-    plain = r"(?:(?!</?(?:parameter|arg_))[\s\S])*"
-    tags = tag.replace("(?P<key>)", plain).replace("(?P<value>)", plain)
-    pattern = tag.replace("(?P<key>)", "(?P<key>.*?)").replace(
-        "(?P<value>)", r"\n?(?P<value>.*?)\n?"
-    )
+def _tagged(
+    begin: str, end: str, name: str, tag: str, rest: str = "", think: str = "think"
+) -> dict[str, Any]:
+    """Response template of calls with an argument per tag and nothing else."""
+    value = r"(?:(?!</?(?:parameter|arg_))[\s\S])*"
+    tags = tag.replace("?P<key>", "?:").format(value)
     call = {
-        "open_pattern": rf"{begin}{name}(?=(?:\s*{tags})*\s*{rest}{end})",
+        "open_pattern": rf"{begin}\s*{name}(?=(?:\s*{tags})*\s*{rest}{end})",
         "close": end,
         "content": "xml-inline",
-        "content_args": {"tag_pattern": pattern},
+        "content_args": {"tag_pattern": tag.format(r"\n?(?P<value>.*?)\n?")},
         **_CALL,
     }
     thinking = {"open": f"<{think}>", "close": f"</{think}>"}
-    return {
-        "start_anchor": think,
-        "fields": {"thinking": thinking, "content": {}, "tool_calls": call},
-    }
+    fields = {"thinking": thinking, "content": {}, "tool_calls": call}
+    return {"start_anchor": "<think>", "fields": fields}
 
 
 _FUNCTION_TAGS = (
-    r"\s*<function=(?P<name>[^>\n]+)>",
-    r"<parameter=(?P<key>)>(?P<value>)</parameter>",
+    r"<function=(?P<name>[^>\n]+)>",
+    r"<parameter=(?P<key>[^>\n]+)>{}</parameter>",
     r"</function>\s*",
-    "think",
 )
 _ARGUMENT_TAGS = (
-    r"\s*(?P<name>[^<\s]+)",
-    r"<arg_key>(?P<key>)</arg_key>\s*<arg_value>(?P<value>)</arg_value>",
-    "",
-    "think",
+    r"(?P<name>[^<\s]+)",
+    r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>{}</arg_value>",
 )
 
 _GEMMA4: dict[str, Any] = {
@@ -114,9 +108,15 @@ FORMATS = (
     CallFormat("<arg_key>", "hf", *_XML, _TAGGED, _tagged(*_XML, *_ARGUMENT_TAGS)),
     CallFormat("<minimax:tool_call>", "minimax_m2", "<invoke", "</minimax:tool_call>"),
     CallFormat(r"\]<\]minimax\[>\[", "minimax_m3", "<invoke", "</tool_call>"),
-    CallFormat("<seed:tool_call>", "seed_oss", *_SEED),
+    CallFormat(
+        *("<seed:tool_call>", "hf", *_SEED, ("<seed:think>", "hf")),
+        _tagged(*_SEED, *_FUNCTION_TAGS, think="seed:think"),
+    ),
     CallFormat("<longcat_tool_call>", "longcat", *_LONGCAT),
-    CallFormat("<function=", "hf", *_XML, _TAGGED, _tagged(*_XML, *_FUNCTION_TAGS)),
+    CallFormat(
+        *("<function=", "hf", r"<tool_call>(?:\s*<function=)?|<function=", _XML[1], _TAGGED),
+        _tagged(*_XML, *_FUNCTION_TAGS),
+    ),
     CallFormat("<tool_call>", "hermes", *_XML),
     CallFormat(
         r"<\|tool_call>", "hf", r"<\|tool_call>", "<tool_call|>", ("<|channel>", "hf"), _GEMMA4

@@ -109,6 +109,8 @@ class _CallParser:
             for name in ("hf" if is_hf else None, reasoning)
         )
         self._options = {"response_template": form.template} if is_hf else {}
+        for kind in (self._plain, self._thinking):
+            kind(self._tokenizer, **self._options)  # refuses vocabularies without its tokens
         before = _rendered(tokenizer, [_USER])
         cue = _rendered(tokenizer, [_USER], add_generation_prompt=True).removeprefix(before)
         at = cue.find(self._start) if self._start else -1
@@ -182,8 +184,8 @@ class _CallParser:
     def _parse(self, text: str, request: Any) -> _Parts:
         thinks = self._thinks(text)
         kind = self._thinking if thinks else self._plain
-        parser = kind(self._tokenizer, request.tools, **self._options)
         try:
+            parser = kind(self._tokenizer, request.tools, **self._options)
             reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True)
             read = [(call.id or "", call.name, call.arguments) for call in calls or ()]
         except Exception:  # noqa: BLE001  (parsers may raise anything for what a model samples)
@@ -318,12 +320,16 @@ def _proven(tokenizer: Any, template: str, name: str | None) -> _CallParser:
         ) from error
     candidates = [form for form in FORMATS if re.search(form.marker, template)]
     if name:
-        candidates = [form for form in FORMATS if form.parser == name] or [_named(name)]
+        named = [form for form in FORMATS if form.parser == name]
+        candidates = named or [_named(name, candidates)]
     best: tuple[int, _CallParser] | None = None
+    tried = []
     for form in candidates:
+        tried.append(form.parser)
         try:
             parser = _CallParser(tokenizer, form)
-        except (RuntimeError, TypeError, ValueError):  # the vocabulary lacks a token
+        except (RuntimeError, TypeError, ValueError) as error:  # the vocabulary lacks a token
+            tried[-1] += f" ({error})"
             continue
         needed = [_is_read(parser, tokenizer, turn) for turn in _NEEDED]
         if False in needed or (needed[0] is None and not name):
@@ -335,14 +341,14 @@ def _proven(tokenizer: Any, template: str, name: str | None) -> _CallParser:
         raise ConfigError(
             "no parser reads the tool calls that the chat template writes",
             expected="calls that are read back as they were written",
-            got=", ".join(form.parser for form in candidates) or "a template without known calls",
+            got=f"tried {', '.join(tried)}" if tried else "a template without known calls",
             fix="set environment.tool_parser to a parser of vLLM that reads the model's calls, or "
             "use a model whose chat template writes tool calls",
         )
     return best[1]
 
 
-def _named(name: str) -> CallFormat:
+def _named(name: str, candidates: Sequence[CallFormat]) -> CallFormat:
     from vllm.tool_parsers import ToolParserManager
 
     names = sorted(ToolParserManager.list_registered())
@@ -354,4 +360,5 @@ def _named(name: str) -> CallFormat:
             got=name,
             fix=f"write {near[0]}" if near else "choose one of these",
         )
-    return CallFormat("", name)
+    marks = next(((form.begin, form.end) for form in candidates), ("", ""))
+    return CallFormat("", name, *marks)
