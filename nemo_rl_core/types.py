@@ -13,6 +13,9 @@ VALIDATION_PREFIX = "validation_"
 class Prompt:
     """A row of a data set that the policy can sample completions for.
 
+    Attributes:
+        tools: JSON list of the functions that the policy may call, in the form of OpenAI's API.
+
     Example:
         >>> Prompt(id="7", text="12+34=", token_ids=(1, 2), answer="46", task="arithmetic").answer
         '46'
@@ -24,6 +27,7 @@ class Prompt:
     answer: str
     task: str
     metadata: str = "{}"
+    tools: str = "[]"
 
 
 @dataclass(frozen=True, slots=True)

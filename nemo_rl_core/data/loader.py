@@ -19,6 +19,7 @@ from nemo_rl_core.data.tables import (
     rows_per_group,
 )
 from nemo_rl_core.data.tokenized import examples_of, is_storable, stored_tokens
+from nemo_rl_core.data.tools import tools_of
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Prompt, Row
 
@@ -206,10 +207,11 @@ def load_prompts(folder: Path, tokenizer: Any) -> Sequence[Prompt]:
         return Prompt(
             id=row["id"],
             text=row["prompt"],
-            token_ids=tuple(prompt_token_ids(tokenizer, row["prompt"])),
+            token_ids=tuple(prompt_token_ids(tokenizer, row["prompt"], tools=tools_of(row))),
             answer=row["answer"],
             task=row["task"],
             metadata=row["metadata"],
+            tools=row.get("tools") or "[]",
         )
 
     return LazyRows(rows, prompt) if isinstance(rows, ChunkedRows) else [*map(prompt, rows)]
