@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from nemo_rl_core.data.call_formats import FORMATS, GPT_OSS, THINK, CallFormat
+from nemo_rl_core.data.call_formats import FORMATS, THINK, CallFormat
 from nemo_rl_core.data.control_tokens import render_turns
 from nemo_rl_core.data.turns import Turn
 from nemo_rl_core.errors import ConfigError, DataError
@@ -76,7 +76,7 @@ class TurnReader:
         return SampledTurn({"role": "assistant", "content": text})
 
     def _proven(self) -> "_CallParser":
-        return _proven(self._tokenizer, self._tokenizer.chat_template, self._parser)
+        return _proven(self._tokenizer, _template(self._tokenizer), self._parser)
 
 
 class _Parts(NamedTuple):
@@ -99,7 +99,7 @@ class _CallParser:
         for package in ("parser", "reasoning", "tool_parsers"):  # a traceback per broken call
             logging.getLogger(f"vllm.{package}").setLevel(logging.CRITICAL + 1)
         self.form, self._tokenizer = form, get_cached_tokenizer(tokenizer)
-        think = THINK if THINK[0] in tokenizer.chat_template else ("", None)
+        think = THINK if THINK[0] in _template(tokenizer) else ("", None)
         self._start, reasoning = form.reasoning or think
         is_hf = form.parser == "hf"
         self._plain, self._thinking = (
@@ -108,7 +108,9 @@ class _CallParser:
             )
             for name in ("hf" if is_hf else None, reasoning)
         )
-        self._options = {"response_template": GPT_OSS} if is_hf else {}
+        self._options = {"response_template": form.template} if is_hf else {}
+        for kind in (self._plain, self._thinking):
+            kind(self._tokenizer, **self._options)  # refuses vocabularies without its tokens
         before = _rendered(tokenizer, [_USER])
         cue = _rendered(tokenizer, [_USER], add_generation_prompt=True).removeprefix(before)
         at = cue.find(self._start) if self._start else -1
@@ -116,8 +118,8 @@ class _CallParser:
         self.header = before + cue.removesuffix(self._opening)
         added = tokenizer.added_tokens_decoder
         self._added = [token.content for token in added.values()]
-        ends = (i for i, token in added.items() if token.special and token.content != form.end)
-        self._ends = {tokenizer.eos_token_id, *ends}
+        ends = [i for i, token in added.items() if token.special and token.content != form.end]
+        self._ends = {i for i in ends if not self._begins(added[i].content)}
 
     def read(
         self, ids: list[int], tools: Tools, *, has_opening: bool = False
@@ -128,33 +130,36 @@ class _CallParser:
             has_opening: Whether the turn contains the part of the generation prompt.
         """
         digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:7]
-        while ids and ids[-1] in self._ends:
-            ids = ids[:-1]
+        stop = next((i for i in range(len(ids), 0, -1) if ids[i - 1] not in self._ends), 0)
         text = self._tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ids[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         text = text if has_opening else self._opening + text
-        begins = self._begins(text)
-        if self.form.begin and not begins and not (self._start and self._start in text):
+        begins, end = self._begins(text), self.form.end
+        if self.form.begin and not begins and not self._thinks(text):
             return None
         request = _request(json.dumps(tools))
-        parts = self._parse(text, request)
-        calls, faults = parts.calls, list[str]()
+        parts, faults = self._parse(text, request), list[str]()
         in_reasoning = len(self._begins(parts.reasoning))
         if in_reasoning and in_reasoning == len(begins):
             faults.append("A tool call inside the reasoning is not run: end the reasoning first.")
-        begins, content = begins[in_reasoning:], parts.content
+        begins = begins[in_reasoning:]
+        if begins and end:
+            last, _, rest = text[begins[-1] :].rpartition(end)
+            if not last:
+                faults.append(f"The last tool call is not closed with {end}")
+                text, tail = text[: begins[-1]], text[begins.pop() :]
+                parts = self._parse(text, request)
+                parts = parts._replace(
+                    content=parts.content if parts.calls else parts.content + tail
+                )
+            elif rest := self._without_controls(rest):
+                faults.append(f"Text after a tool call is not read: {rest[:_QUOTED]}")
+        calls, content = parts.calls, parts.content
         if len(calls) < len(begins):
             calls = self._piecewise(text, begins, request, faults) or calls
             if not calls and text[begins[0] :] not in content:
                 content += text[begins[0] :]
-        if begins and self.form.end:
-            _, end, rest = text[begins[-1] :].rpartition(self.form.end)
-            if not end:
-                calls = calls[: len(begins) - 1]
-                faults.append(f"The last tool call is not closed with {self.form.end}")
-            elif rest := self._without_controls(rest):
-                faults.append(f"Text after a tool call is not read: {rest[:_QUOTED]}")
         turn: Turn = {"role": "assistant", "content": content}
         if parts.reasoning:
             turn["reasoning_content"] = parts.reasoning
@@ -166,24 +171,27 @@ class _CallParser:
                 continue
             number = sampled if sampled and sampled in text else f"{digest}{index:02d}"
             read.append({"type": "function", "id": number, "function": function})
-        return SampledTurn({**turn, "tool_calls": read} if read else turn, tuple(faults))
+        return SampledTurn({**turn, "tool_calls": read} if read else turn, tuple(faults[:_FAULTS]))
 
     def _begins(self, text: str) -> list[int]:
         if not self.form.begin:
             return []
         return [match.start() for match in re.finditer(self.form.begin, text)]
 
+    def _thinks(self, text: str) -> bool:
+        return bool(self._start) and self._start in text
+
     def _parse(self, text: str, request: Any) -> _Parts:
-        kind = self._thinking if self._start and self._start in text else self._plain
-        parser = kind(self._tokenizer, request.tools, **self._options)
+        thinks = self._thinks(text)
+        kind = self._thinking if thinks else self._plain
         try:
+            parser = kind(self._tokenizer, request.tools, **self._options)
             reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True)
             read = [(call.id or "", call.name, call.arguments) for call in calls or ()]
         except Exception:  # noqa: BLE001  (parsers may raise anything for what a model samples)
             return _Parts("", text, [])
-        content = (
-            (content or "").strip() if read else (content or "").lstrip("\n" * bool(reasoning))
-        )
+        content = content or ""
+        content = content.strip() if read else content.lstrip("\n" if thinks else "")
         return _Parts((reasoning or "").strip("\n"), content, read)
 
     def _piecewise(
@@ -205,10 +213,15 @@ class _CallParser:
         return text.strip()
 
 
+_FAULTS = 8
 _QUOTED = 200
 """Characters of a faulty call that are repeated to the model."""
 
 _USER: Turn = {"role": "user", "content": "Hi"}
+
+
+def _template(tokenizer: Any) -> str:
+    return str(tokenizer.get_chat_template(tools=_TOOLS) if tokenizer.chat_template else "")
 
 
 def _rendered(tokenizer: Any, turns: list[Turn], **options: Any) -> str:
@@ -305,14 +318,18 @@ def _proven(tokenizer: Any, template: str, name: str | None) -> _CallParser:
             got=f"{type(error).__name__}: {error}",
             fix="install it: uv pip install 'nemo-rl-flow[cpu]', or [gpu]",
         ) from error
-    candidates = [form for form in FORMATS if re.search(form.marker, str(template))]
+    candidates = [form for form in FORMATS if re.search(form.marker, template)]
     if name:
-        candidates = [form for form in FORMATS if form.parser == name] or [_named(name)]
+        named = [form for form in FORMATS if form.parser == name]
+        candidates = named or [_named(name, candidates)]
     best: tuple[int, _CallParser] | None = None
+    tried = []
     for form in candidates:
+        tried.append(form.parser)
         try:
             parser = _CallParser(tokenizer, form)
-        except (RuntimeError, TypeError, ValueError):  # the vocabulary lacks a token
+        except (RuntimeError, TypeError, ValueError) as error:  # the vocabulary lacks a token
+            tried[-1] += f" ({error})"
             continue
         needed = [_is_read(parser, tokenizer, turn) for turn in _NEEDED]
         if False in needed or (needed[0] is None and not name):
@@ -324,14 +341,14 @@ def _proven(tokenizer: Any, template: str, name: str | None) -> _CallParser:
         raise ConfigError(
             "no parser reads the tool calls that the chat template writes",
             expected="calls that are read back as they were written",
-            got=", ".join(form.parser for form in candidates) or "a template without known calls",
+            got=f"tried {', '.join(tried)}" if tried else "a template without known calls",
             fix="set environment.tool_parser to a parser of vLLM that reads the model's calls, or "
             "use a model whose chat template writes tool calls",
         )
     return best[1]
 
 
-def _named(name: str) -> CallFormat:
+def _named(name: str, candidates: Sequence[CallFormat]) -> CallFormat:
     from vllm.tool_parsers import ToolParserManager
 
     names = sorted(ToolParserManager.list_registered())
@@ -343,4 +360,5 @@ def _named(name: str) -> CallFormat:
             got=name,
             fix=f"write {near[0]}" if near else "choose one of these",
         )
-    return CallFormat("", name)
+    marks = next(((form.begin, form.end) for form in candidates), ("", ""))
+    return CallFormat("", name, *marks)
