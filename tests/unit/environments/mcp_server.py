@@ -1,6 +1,7 @@
-"""An MCP server over stdio for tests."""
+"""An MCP server for tests, over stdio or, with a port as argument, over HTTP."""
 
 import os
+import sys
 
 from mcp.server.mcpserver import MCPServer
 
@@ -18,4 +19,7 @@ def lookup(city: str) -> str:
 
 
 if __name__ == "__main__":
-    server.run("stdio")
+    if len(sys.argv) > 1:
+        server.run("streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run("stdio")

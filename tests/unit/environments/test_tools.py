@@ -2,8 +2,12 @@
 
 import asyncio
 import json
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_core.config.multi_turn import ToolUse
+from nemo_rl_core.config.multi_turn import FunctionTool, ToolUse
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.contents import reward_content
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import EnvironmentReturn, Scorer
 from nemo_rl_core.environments.multi_turn.replies import SHOWN_TOOLS
 from nemo_rl_core.environments.needs import check_targets
+from nemo_rl_core.environments.remote import _End, _EnvironmentActor, _Turn
 from nemo_rl_core.environments.tools.environment import TextCall, ToolEnvironment, find_call
 from nemo_rl_core.environments.tools.sources import make_source, schemas_of
 from nemo_rl_core.errors import ConfigError
@@ -237,6 +242,22 @@ def test_each_episode_has_an_object_whose_calls_are_in_order() -> None:
     assert "the objects of the episode's tools are lost" in errors[0]
 
 
+def test_the_actor_of_an_environment_keeps_the_objects_of_its_episodes() -> None:
+    tools_of_a_user.closed.clear()
+    actor = _EnvironmentActor(lambda: environment("Account"))
+    assert actor.start().is_stateful
+    turn = asks(call("pay", {"amount": 2}))
+    metadata = {**ROW, SHOWN_TOOLS: schemas_of([FunctionTool(target=f"{MODULE}:Account")])}
+    seen = []
+    for _ in range(2):
+        ((reply, _),) = actor.run([_Turn([QUESTION, turn], metadata)])
+        metadata = reply.metadata
+        seen.append(reply.messages[0]["content"])
+    actor.run([_End(metadata)])
+    assert (seen, tools_of_a_user.closed) == (["-2", "-4"], [-4])
+    actor.close()
+
+
 def test_an_object_cannot_speak_before_the_policy() -> None:
     (error,) = asyncio.run(step(environment("Greeting"), asks(call("greet", {})))).errors or ()
     assert "Greeting.reset returned str" in str(error)
@@ -385,6 +406,31 @@ def test_a_server_answers_fails_and_is_started_again() -> None:
     assert "Connection closed" in error
     assert again == "Rome is call 1"
     assert others == ["Rome is call 1"] * 2
+
+
+@pytest.mark.slow
+def test_a_running_server_is_called_over_http() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([*SERVER, str(port)], stderr=subprocess.DEVNULL) as server:
+        for _ in range(300):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.1)
+        made = environment({"kind": "mcp", "url": f"http://127.0.0.1:{port}/mcp"})
+
+        async def play() -> list[Any]:
+            one = await step(made, asks(call("lookup", {"city": "Rome"})))
+            server.kill()
+            server.wait()
+            two = await step(made, asks(call("lookup", {"city": "Rome"})))
+            await made._close()
+            return [one.observations[0][0]["content"], *(two.errors or ())]
+
+        answer, error = asyncio.run(play())
+    assert answer == "Rome is call 1"
+    assert "MCP server of the tool 'lookup' does not answer" in error
 
 
 @pytest.mark.slow
