@@ -16,6 +16,7 @@ from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_t
 from nemo_rl_core.data.tools import tools_of
 from nemo_rl_core.environments.contents import located_model
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.rollouts.prompts import shown_tools
 from nemo_rl_core.store import remote
 from tasks.cli.pipelines import Pipelines
 from tasks.cli.recipe.recipe_pipeline import pipeline_of
@@ -34,7 +35,7 @@ def preview_recipe(
     """Formats a training row of a recipe; for a sweep, that of its first point.
 
     Returns:
-        The arguments of the chat template and the tools of the row, if any. For a prompt, the text
+        The arguments of the chat template and the tools, if any. For a prompt, the text
         from which completions are sampled, and the answer. Then the row with its trained tokens,
         unless it is a prompt and the recipe has no supervised fine-tuning.
     """
@@ -48,6 +49,9 @@ def preview_recipe(
     is_prompt = row_kind(row) == "prompts"
     arguments = experiment.model.chat_template_kwargs
     blocks = [f"template arguments: {json.dumps(arguments)}"] if arguments else []
+    environment = getattr(experiment, "environment", None)
+    if is_prompt and environment and (shown := shown_tools(environment, tokenizer)):
+        row = {**row, "tools": shown(row["task"], row.get("tools") or "[]")}
     blocks += tools_line(row)
     if is_prompt:
         ids = prompt_token_ids(tokenizer, row["prompt"], tools=tools_of(row))

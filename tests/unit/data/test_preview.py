@@ -220,6 +220,13 @@ def test_tools_and_template_arguments_are_shown_as_the_run_writes_them(
     assert previewed(str(recipe), "--model", f"{tmp_path}/model")[:6] == expected
     from_file = previewed(f"{tmp_path}/rows.jsonl", "--model", f"{tmp_path}/model")
     assert from_file[0] == "tools: find, add"
+    plain = "\n".join(json.dumps({**row, "tools": None}) for row in rows)
+    (tmp_path / "rows.jsonl").write_text(plain)
+    with recipe.open("a") as file:
+        file.write("environment: {kind: tools, tools: [{kind: calculator}]}\n")
+    of_environment = previewed(str(recipe))
+    assert of_environment[2] == "tools: calculator"
+    assert of_environment[5] == "calculator;user:0+1assistant:(quick)"
 
 
 def test_a_shipped_recipe_is_shown_by_its_name() -> None:
