@@ -51,7 +51,7 @@ T = TypeVar("T")
 FAILURES = ("unknown", "arguments", "malformed", "timeout", "raised")
 """Outcomes of calls besides `answered`."""
 
-_CLOSE_SECONDS = 30.0
+_OPEN_SECONDS, _CLOSE_SECONDS = 120.0, 30.0
 _OPEN, _CLOSE = "<tool>", "</tool>"
 _STATE = ("num_calls", "num_prompt_turns", "episode", SHOWN_TOOLS)
 """Keys of an episode's metadata that are not columns of its row."""
@@ -156,12 +156,16 @@ class ToolEnvironment:
             outcome = await self._scores.ask(_as_rollout(log, state))
             await self.end_episode(state)
             return failed(outcome) if isinstance(outcome, RewardError) else Reply(outcome)
+        shared = None
         try:
             functions, state = await self._functions(state)
+            shared = self._shared
             results = await asyncio.gather(
                 *(self._result(call["function"], functions, state) for call in calls)
             )
-        except NemoRLError as error:
+        except NemoRLError as error:  # not the policy's fault
+            if isinstance(error, BrokenToolError) and shared is self._shared:
+                await self._close_shared()  # opened again for the next call
             await self.end_episode(state)
             return Reply(error=error.in_one_line)
         answers = [_answer(call, *each) for call, each in zip(calls, results, strict=True)]
@@ -174,7 +178,11 @@ class ToolEnvironment:
         """Returns the functions of an episode, and its state with the name of its objects."""
         if self._shared is None:
             self._shared = asyncio.create_task(_open(self._once, {}))
-        shared = (await asyncio.shield(self._shared)).functions
+        try:
+            shared = (await asyncio.shield(self._shared)).functions
+        except NemoRLError:
+            self._shared = None  # opened again for the next call
+            raise
         if not self._each:
             return shared, state
         if "episode" not in state:
@@ -184,7 +192,7 @@ class ToolEnvironment:
         if state["episode"] not in self._episodes:
             raise RewardError(
                 "the objects of the episode's tools are lost",
-                expected="one process that plays the whole episode",
+                expected="one process that plays all turns of the episode",
                 got="a step in another process, or in one that has been replaced",
                 fix="leave environment_workers out, or see why its actor has ended",
             )
@@ -206,9 +214,7 @@ class ToolEnvironment:
         try:
             async with asyncio.timeout(limit) as timeout:
                 return self._cut(as_text(await invoke(function, arguments))), "answered"
-        except NemoRLError as error:  # not the policy's fault
-            if isinstance(error, BrokenToolError):
-                await self._close_shared()  # opened again for the next call
+        except NemoRLError:
             raise
         # Broad on purpose: a tool may raise anything.
         except Exception as error:  # noqa: BLE001 (becomes the answer)
@@ -234,7 +240,7 @@ class ToolEnvironment:
 
 
 class _Threads(CallQueue):
-    """Runs calls in threads of their own."""
+    """Runs calls in separate threads."""
 
     async def run(self, call: Callable[[], T]) -> T:
         return await in_thread(call)
@@ -267,8 +273,9 @@ async def _open(sources: Sequence[ToolSource], row: Mapping[str, Any]) -> _Opene
     stack = AsyncExitStack()
     functions: dict[str, Function] = {}
     try:
-        for source in sources:
-            functions |= await source.open(row, stack)
+        async with asyncio.timeout(_OPEN_SECONDS):
+            for source in sources:
+                functions |= await source.open(row, stack)
     except Exception as error:
         await stack.aclose()
         if isinstance(error, NemoRLError):
