@@ -50,8 +50,7 @@ def test_an_exception_is_raised_for_each_question_of_its_call(served: Any) -> No
 
     async def outcomes() -> list[Any]:
         gathered = Gathered(divided, calls)
-        asked = (gathered.ask(each) for each in (1, 0))
-        first = await asyncio.gather(*asked, return_exceptions=True)
+        first = await asyncio.gather(gathered.ask(1), gathered.ask(0), return_exceptions=True)
         return [*first, await gathered.ask(4)]
 
     calls = CallQueue()
