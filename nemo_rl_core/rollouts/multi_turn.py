@@ -94,7 +94,7 @@ class MultiTurnRollouts(RolloutEngine):
             self._step_environment(live)
         if releases_memory:
             self._generation.finish_generation(discards_weights=discards_weights)
-        return played_rollouts(indexed, [each.played() for each in episodes])
+        return played_rollouts(indexed, [[each.played()] for each in episodes])
 
     def _step_environment(self, episodes: Sequence[MultiTurnEpisode]) -> None:
         replies = checked_replies(

@@ -179,7 +179,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         """
         if self._environment is not None:
             return played_rollouts(
-                [each.requested for each in draw], [each.played() for each in draw]
+                [each.requested for each in draw], [[each.played()] for each in draw]
             )
         kept = dict(each.kept for each in draw if each.kept is not None)
         completions = self._call_engine(
