@@ -22,6 +22,10 @@ _ALIASES = re.compile(f"{_ALIAS}[\U00100000-\U0010fffb]{_ALIAS}")
 _PROBE = "0"
 
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of an assistant's reasoning in chat templates."""
+
+
 def render_turns(tokenizer: Any, turns: Sequence[Turn], *, what: str, **options: Any) -> str:
     """Renders a conversation with the chat template.
 
@@ -47,6 +51,11 @@ def render_turns(tokenizer: Any, turns: Sequence[Turn], *, what: str, **options:
         ) from error
 
 
+@lru_cache(maxsize=16)
+def _reasoning_keys(template: str) -> frozenset[str]:
+    return frozenset(key for key in REASONING if re.search(rf"['\".]{key}\b", template))
+
+
 def _render(tokenizer: Any, turns: list[Turn], options: dict[str, Any]) -> str:
     day = date.fromisoformat(tokenizer.init_kwargs.get("template_date", TEMPLATE_DATE))
     text: str = tokenizer.apply_chat_template(
@@ -60,10 +69,34 @@ def _as_the_template_reads(tokenizer: Any, turns: Sequence[Turn]) -> list[Turn]:
     template = str(tokenizer.get_chat_template())
     if readable and readable[0].get("role") == "developer" and "developer" not in template:
         readable[0]["role"] = "system"
+    for turn in readable:
+        for key in REASONING:  # names of the same key in other templates
+            if key in turn and not (names := _reasoning_keys(template)) & {key}:
+                turn.update(dict.fromkeys(names, turn[key]))
+    if re.search(r"content['\"]?\]? is none", template):  # DeepSeek's for calls without text
+        for turn in readable:
+            if turn.get("tool_calls") and not turn.get("content"):
+                turn["content"] = None
+    if _reads_only_parts(tokenizer, template):  # LLaVA's
+        for turn in readable:
+            turn["content"] = [{"type": "text", "text": turn.get("content")}]
     if "'environment'" in template and "'tool'" not in template:  # OLMo 3's
         for turn in readable:
             turn["role"] = "environment" if turn["role"] == "tool" else turn["role"]
     return readable
+
+
+@lru_cache(maxsize=16)
+def _reads_only_parts(tokenizer: Any, template: str) -> bool:
+    """Whether the template writes contents that are lists of parts, and no texts."""
+
+    def writes(content: Any) -> bool:
+        try:
+            return _PROBE in _render(tokenizer, [{"role": "user", "content": content}], {})
+        except Exception:  # noqa: BLE001 (fault boundary: a template may raise anything)
+            return False
+
+    return not writes(_PROBE) and writes([{"type": "text", "text": _PROBE}])
 
 
 def _with_text_arguments(turn: Turn) -> Turn:

@@ -8,7 +8,6 @@ from typing import Any
 from nemo_rl_core.config.environment import EnvironmentConfig, grader_version
 from nemo_rl_core.config.evaluation import EvaluationConfig
 from nemo_rl_core.config.trainer import RolloutSettings
-from nemo_rl_core.data.loader import load_prompts
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.needs import refuse_incomplete_rows
@@ -19,6 +18,7 @@ from nemo_rl_core.evals.metrics import (
     evaluation_metrics,
     is_correct,
 )
+from nemo_rl_core.rollouts.prompts import load_sampled_prompts
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.telemetry.waiting import waiting
@@ -45,7 +45,12 @@ def evaluate(
     settings: RolloutSettings,
 ) -> EvaluationResult:
     """Evaluates the model in `model_folder` on every prompt of `data`."""
-    prompts = load_prompts(data, load_tokenizer(model_folder))
+    prompts = load_sampled_prompts(
+        data,
+        load_tokenizer(model_folder),
+        settings.environment,
+        max_prompt_tokens=settings.max_prompt_tokens,
+    )
     refuse_incomplete_rows(prompts, settings.local_environment, name="validation")
     with Sampler(session, settings, model_folder) as sampler:
         engine = sampler.engine

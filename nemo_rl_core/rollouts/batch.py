@@ -81,8 +81,9 @@ def _episode_columns(columns: RemoteRollouts, batch: BatchedDataDict) -> dict[st
             fix="score the episode once",
         )
     zeros, part = torch.zeros_like(episode), torch.from_numpy(columns.part)
-    completion_lengths = columns.source.completions.completion_lengths[columns.completion]
-    lengths, starts = batch["rollout_lengths"], batch["input_lengths"] - completion_lengths
+    num_tokens = columns.source.completions.completion_lengths[columns.completion]
+    starts = batch["input_lengths"] - torch.from_numpy(num_tokens)
+    lengths = batch["rollout_lengths"]
     first_starts = zeros.index_add(0, episode, torch.where(part == 0, starts, 0))[episode]
     longest = zeros.scatter_reduce(0, episode, lengths + starts - first_starts, "amax")
     written = batch.get("written_lengths", lengths)

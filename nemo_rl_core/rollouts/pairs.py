@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_core.config.trainer import RolloutSettings
-from nemo_rl_core.data.loader import load_prompts
 from nemo_rl_core.data.pairs import PreferencePair, pairs_from_rollouts
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import DataError
+from nemo_rl_core.rollouts.prompts import load_sampled_prompts
 from nemo_rl_core.rollouts.sampler import Sampler
 
 
@@ -43,7 +43,12 @@ def sample_pairs(
         margin: The rewards of a pair must differ by more than this.
         iteration: Part of every request's seed, so that the completions of iterations differ.
     """
-    rows = load_prompts(prompts, load_tokenizer(model_folder))
+    rows = load_sampled_prompts(
+        prompts,
+        load_tokenizer(model_folder),
+        settings.environment,
+        max_prompt_tokens=settings.max_prompt_tokens,
+    )
     with Sampler(session, settings, model_folder) as sampler:
         rollouts = sampler.score(
             sampler.engine.run(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
 from nemo_rl_core.data.lengths import refuse_long_rollouts
-from nemo_rl_core.data.loader import PromptLoader, load_prompts
+from nemo_rl_core.data.loader import PromptLoader
 from nemo_rl_core.data.pretrained import (
     context_length,
     load_tokenizer,
@@ -40,6 +40,7 @@ from nemo_rl_core.rollouts.batch import (
     valid_rollouts,
     with_logprobs_of,
 )
+from nemo_rl_core.rollouts.prompts import load_sampled_prompts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.rollouts.sampler import Sampler, mean_metrics
@@ -110,7 +111,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             self._finish_generation(self.sampler)  # an engine is awake when it has started
         self._num_restarts = self.sampler.num_restarts  # a scorer may have been used before
         if spec.validation is not None:
-            self._held_out = load_prompts(spec.validation, self.sampler.tokenizer)
+            self._held_out = self._prompts(spec, spec.validation)
 
     def _before_save(self) -> None:
         self.records.finish()
@@ -150,8 +151,16 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         # Raises an error if the longest possible sequence does not fit into a micro-batch.
         plan_microbatches([prompt + new], max_tokens=self.config.max_tokens_per_microbatch)
 
+    def _prompts(self, spec: RunSpec, folder: Path) -> Sequence[Prompt]:
+        return load_sampled_prompts(
+            folder,
+            load_tokenizer(spec.start),
+            spec.scorer or self.settings.environment,
+            max_prompt_tokens=self.settings.max_prompt_tokens,
+        )
+
     def _load(self, spec: RunSpec) -> PromptLoader[Prompt]:
-        prompts = load_prompts(spec.train, load_tokenizer(spec.start))
+        prompts = self._prompts(spec, spec.train)
         if spec.replay is None:
             scored_by = spec.scorer or self.settings.local_environment
             refuse_incomplete_rows(prompts, scored_by, name="train")

@@ -21,8 +21,7 @@ from nemo_rl_core.algorithms.grpo.dynamic_sampling import StepDraws
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.algorithms.grpo.loss_config import BuiltinLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
-from nemo_rl_core.data.loader import PromptLoader, load_prompts
-from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.loader import PromptLoader
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.policy import Policy
@@ -82,7 +81,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         if self.config.dynamic_sampling is not None:
             # A separate order of prompts: extra samples must not shift those of later steps.
             self._more_prompts = PromptLoader(
-                load_prompts(spec.train, load_tokenizer(spec.start)),
+                self._prompts(spec, spec.train),
                 batch_size=self.config.num_prompts_per_step,
                 seed=request_seed(self.settings.seed, 0, 0, 0),
             )

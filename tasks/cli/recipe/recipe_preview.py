@@ -12,6 +12,7 @@ from nemo_rl_core.data.preview import preview, read_row
 from nemo_rl_core.data.schemas import row_kind
 from nemo_rl_core.data.template_variables import set_template
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
+from nemo_rl_core.data.tools import tools_of
 from nemo_rl_core.environments.contents import located_model
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.store import remote
@@ -44,7 +45,7 @@ def preview_recipe(
     is_prompt = row_kind(row) == "prompts"
     blocks = []
     if is_prompt:
-        ids = prompt_token_ids(tokenizer, row["prompt"])
+        ids = prompt_token_ids(tokenizer, row["prompt"], tools=tools_of(row))
         blocks.append(f"prompt: {len(ids)} tokens\n{tokenizer.decode(ids)}")
         blocks.append(f"answer: {row['answer']}")
     if not is_prompt or (row["completion"] and experiment.sft is not None):

@@ -147,8 +147,13 @@ USED_BY = {
     ("nemo_rl_core.environments.rewards.math_worker", "Exception"),
     ("nemo_rl_core.environments.sandbox.launcher", "BaseException"),
     ("nemo_rl_core.environments.sandbox.launcher", "Exception"),
-    # An answer to the model: a tool's ValueError counts; errors of the project are no ValueErrors.
-    ("nemo_rl_core.environments.tools.environment", "ValueError"),
+    # The errors of the project end the conversation; what else a tool raises is an answer.
+    ("nemo_rl_core.environments.tools.calling", "(StopIteration, SystemExit)"),
+    ("nemo_rl_core.environments.tools.calling", "BaseException"),
+    ("nemo_rl_core.environments.tools.calling", "TypeError"),
+    ("nemo_rl_core.environments.tools.environment", "NemoRLError"),
+    ("nemo_rl_core.environments.tools.mcp_source", "Exception"),
+    ("nemo_rl_core.environments.tools.mcp_source", "MCPError"),
 }
 """Handlers that use a caught error where a model could read it, other than raising another."""
 
