@@ -86,10 +86,16 @@ OF_SAMPLES: dict[str, dict[str, Any]] = {
     "turns": {"advantage": {"credit": "turn"}},
     "turns, optimizer steps": {"advantage": {"credit": "turn"}, "train_global_batch_size": 8},
 }
+_IN_CI = ("sequences", "turns")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", OF_SAMPLES)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(each, marks=pytest.mark.slow if each in _IN_CI else pytest.mark.thorough)
+        for each in OF_SAMPLES
+    ],
+)
 def test_an_episode_of_several_samples_trains_as_one(
     variant: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
