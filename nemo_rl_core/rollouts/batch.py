@@ -102,9 +102,6 @@ def turn_returns(rollouts: Sequence[Rollout]) -> Tensor:
 
     NaN where turn k is not in the row: after the last turn, or in another training sample of the
     episode. What the environment added to the reward of the full batch belongs to the last turn.
-
-    Raises:
-        RewardError: If an episode has no rewards of turns.
     """
     columns = RemoteRollouts.of(rollouts)
     scores, episodes = columns.rewards, dict[int, list[tuple[int, float]]]()
@@ -112,15 +109,8 @@ def turn_returns(rollouts: Sequence[Rollout]) -> Tensor:
     for row, episode in enumerate(columns.episode.tolist()):
         rewards = columns.turns[row].rewards if columns.turns else ()
         episodes.setdefault(episode, []).extend((row, reward) for reward in rewards)
-        if not episodes[episode]:
-            raise RewardError(
-                f"a rollout of prompt {columns.prompt_of(row).id!r} has no rewards of turns",
-                expected="one for each turn of the policy, since advantage.credit is 'turn'",
-                got="a reward of the whole episode",
-                fix="reward each turn, or leave credit out",
-            )
     returns = np.full((len(columns), max(map(len, episodes.values()), default=0)), np.nan)
-    for turns in episodes.values():
+    for turns in filter(None, episodes.values()):
         rows, rewards = zip(*turns, strict=True)
         left = float(scores[rows[0]]) - sum(rewards)  # exactly 0 if the reward is their sum
         from_end = list(accumulate(rewards[::-1], initial=left))

@@ -109,11 +109,6 @@ def add_advantages(
     rewards = episodes["outcomes"]
     if config.has_kl_in_reward:
         rewards = rewards - episodes["kl_penalties"]
-    if advantage_fn is not None and advantage_fn.reads_tokens:
-        _refuse_several_samples(with_advantages, advantage_fn)
-        columns = _columns(with_advantages, rewards)
-        with_advantages["advantages"] = advantage_fn.of_group(columns, mask=mask)
-        return with_advantages
     if credits_turns(config.advantage):
         turns = _turn_advantages(with_advantages, config.advantage, rewards[index])
         with_advantages["turn_advantages"] = turns
@@ -121,11 +116,17 @@ def add_advantages(
             with_advantages.update(spread_over_turns(with_advantages))
         return with_advantages
     if advantage_fn is not None:
-        advantages = advantage_fn.of_group(_columns(episodes, rewards), mask=None)
+        is_by_token = advantage_fn.reads_tokens and episodes is with_advantages
+        of_tokens = mask if is_by_token else None
+        advantages = advantage_fn.of_group(_columns(episodes, rewards), mask=of_tokens)
+    elif isinstance(config.advantage, GDPO):
+        kept = episodes["sample_mask"].bool()
+        advantages = _gdpo_advantages(episodes, config.advantage, kept)
     else:
-        advantages = _sequence_advantages(episodes, config, rewards)
+        outcomes, group_ids = episodes["outcomes"], episodes["group_ids"]
+        advantages = _compared(config.advantage, rewards, group_ids, outcomes)
     advantages = advantages[index]
-    if mask is not None:
+    if mask is not None and advantages.dim() == 1:
         advantages = zero_masked(advantages[:, None].expand(mask.shape), mask)
     with_advantages["advantages"] = advantages
     return with_advantages
@@ -166,7 +167,7 @@ def spread_over_turns(batch: BatchedDataDict) -> dict[str, Tensor]:
     The tokens of a turn are a run of the policy's tokens, which those of the environment end.
 
     Raises:
-        RewardError: If a row has another number of runs than of turns.
+        RewardError: If a row has another number of runs than of rewarded turns.
     """
     mask, turns = batch["token_mask"].bool(), batch["turn_advantages"]
     if not mask.numel():  # a rank may have no rows
@@ -177,8 +178,8 @@ def spread_over_turns(batch: BatchedDataDict) -> dict[str, Tensor]:
             "advantage.credit 'turn' cannot tell the turns of a rollout from their tokens",
             expected="at least one token of the policy in each turn, and one of the environment "
             "between two turns",
-            got=f"{int(is_first.sum())} runs of the policy's tokens in {int(is_turn.sum())} turns",
-            fix="have the environment answer with text, or leave credit out",
+            got=f"{int(is_first.sum())} runs of the policy's tokens, {int(is_turn.sum())} rewards",
+            fix="have the environment reward each turn and answer with text, or leave credit out",
         )
     number = is_turn.int().argmax(dim=1, keepdim=True) + is_first.cumsum(dim=1) - 1
     values = turns.gather(1, number.clamp(0, turns.shape[1] - 1))
@@ -210,27 +211,12 @@ def kl_penalties(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
     return _kl_in_reward(batch, config).sum(dim=-1)
 
 
-def _refuse_several_samples(batch: BatchedDataDict, advantage_fn: AdvantageFunction) -> None:
-    if "episode_ids" in batch:
-        raise ConfigError(
-            f"the advantage {advantage_fn.name} reads tokens, but episodes have several samples",
-            expected="one training sample per episode, whose tokens the group compares",
-            got=f"{batch.size} samples of {len(batch['episode_ids'].unique())} episodes",
-            fix="leave out the parameters of tokens, or set rollouts.history: as_sampled",
-        )
-
-
 def _columns(batch: BatchedDataDict, rewards: Tensor) -> dict[str, Any]:
     """Returns the columns that a custom advantage may read."""
-    columns = {name: batch[name] for name in (*OF_SEQUENCES, *OF_TOKENS) if name in batch}
+    # The tokens of an episode with several training samples are not in one row.
+    names = OF_SEQUENCES if "episode_ids" in batch else (*OF_SEQUENCES, *OF_TOKENS)
+    columns = {name: batch[name] for name in names if name in batch}
     return {**columns, "rewards": rewards, "groups": batch["group_ids"]}
-
-
-def _sequence_advantages(batch: BatchedDataDict, config: GRPOConfig, rewards: Tensor) -> Tensor:
-    """Returns `[B]` advantages of rewards, less a KL penalty, that all tokens share."""
-    if isinstance(config.advantage, GDPO):
-        return _gdpo_advantages(batch, config.advantage, batch["sample_mask"].bool())
-    return _compared(config.advantage, rewards, batch["group_ids"], batch["outcomes"])
 
 
 def _turn_advantages(batch: BatchedDataDict, advantage: AdvantageConfig, rewards: Tensor) -> Tensor:

@@ -161,7 +161,7 @@ def test_a_custom_advantage_gets_one_row_per_episode() -> None:
     batch = advantages(samples, AdvantageFunction(largest, "largest"), advantage=custom)
     assert by_row(batch) == [0, -3, -3, -3, -3, -3]
     assert seen == {"rewards": [4, 1, 1], "groups": [0, 0, 0], "turns": [1, 2, 3]}
-    with pytest.raises(ConfigError, match=r"of_tokens(.|\n)*6 samples of 3 episodes"):
+    with pytest.raises(ConfigError, match=r"of_tokens(.|\n)*got: token_mask"):
         advantages(samples, AdvantageFunction(of_tokens, "of_tokens"), advantage=custom)
 
 
@@ -460,10 +460,10 @@ def test_credit_by_turn_is_refused_where_it_has_no_meaning() -> None:
         GRPORecipe.model_validate({"grpo": credit}).refuse_contradictions()
     GRPOSettings.model_validate({"grpo": credit})  # the environment may come from Python
     single = [replace(episode(1.0, sample=n), turn_rewards=()) for n in range(2)]
-    with pytest.raises(RewardError, match="'p' has no rewards of turns"):
-        turn_returns(single)
+    with pytest.raises(RewardError, match="2 runs of the policy's tokens, 0 rewards"):
+        of_turns(single)
     joined = replace(episode(1.0, 0.0).completion, generated=())
-    with pytest.raises(RewardError, match=r"2 runs of the policy's tokens in 3 turns"):
+    with pytest.raises(RewardError, match=r"2 runs of the policy's tokens, 3 rewards"):
         of_turns([replace(episode(1.0, 0.0), completion=joined), episode(1.0, sample=1)])
 
 
