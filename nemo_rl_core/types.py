@@ -80,6 +80,9 @@ class Rollout:
         messages: The turns of a multi-turn episode: `role`, `content` and, if present,
             `reasoning_content`, `tool_calls`, `tool_call_id` and `name`.
         error: Reason why there is no reward; such a rollout is counted but not trained on.
+        part: Index of the training sample in its episode. An episode whose past is rewritten has
+            several, with the same `group`, `sample` and `reward`, and each with its prompt tokens
+            and the rewards of its turns.
     """
 
     prompt: Prompt
@@ -93,6 +96,7 @@ class Rollout:
     turn_rewards: tuple[float, ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
     error: str | None = None
+    part: int = 0
 
     def scored(self, reward: float | None) -> "Rollout":
         """Returns this rollout with a reward."""

@@ -53,6 +53,14 @@ class Renderer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
+    @property
+    def rewrites_history(self) -> bool:
+        """Whether the template writes past turns differently from new ones."""
+        tokenizer = self._tokenizer
+        return bool(tokenizer.chat_template) and rewrites_past(
+            tokenizer, tokenizer.get_chat_template()
+        )
+
     def opening(self, turns: Sequence[Turn], *, tools: Tools = (), row: str) -> list[int]:
         """Returns the tokens of a conversation up to the start of the assistant's next turn."""
         tokenizer = self._tokenizer
@@ -217,7 +225,7 @@ def rewrites_past(tokenizer: Any, template: str) -> bool:
         return False
     logger.warning(
         "the chat template rewrites past turns of the assistant (%s); they stay as they were "
-        "sampled, or trained on",
+        "sampled, or trained on, unless rollouts.history is 'split'",
         difference,
     )
     return True

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,12 @@ from nemo_rl_core.rollouts.engine import (
     RolloutIndex,
     request_seed,
 )
-from nemo_rl_core.rollouts.remote_rollouts import CompletionSource, RemoteRollouts, Turns
+from nemo_rl_core.rollouts.remote_rollouts import (
+    CompletionSource,
+    RemoteRollouts,
+    Turns,
+    parts_of,
+)
 from nemo_rl_core.types import Prompt
 
 
@@ -37,11 +42,14 @@ class Bounds:
         max_turns: Maximum number of turns of the policy.
         max_tokens: Maximum number of tokens after the prompt, of policy and environment together.
         max_new_tokens: Maximum number of tokens in one turn of the policy.
+        splits_history: Whether a turn begins another training sample where the chat template
+            rewrites past turns.
     """
 
     max_turns: int
     max_tokens: int
     max_new_tokens: int
+    splits_history: bool = False
 
     @classmethod
     def of(cls, settings: RolloutSettings) -> "Bounds":
@@ -50,6 +58,7 @@ class Bounds:
             max_turns=settings.rollouts.max_turns,
             max_tokens=settings.max_rollout_tokens,
             max_new_tokens=settings.generation.max_new_tokens,
+            splits_history=settings.rollouts.history == "split",
         )
 
 
@@ -87,6 +96,8 @@ class MultiTurnEpisode:
         self._tokenizer = tokenizer
         self._stop_strings = stop_strings
         self._tools = json.loads(prompt.tools)
+        self._earlier: list[PlayedEpisode] = []  # training samples before the last one
+        self._prompt_ids: tuple[int, ...] | None = None  # of a sample after the first
         self._sequence: RemoteTokens | None = None  # of the prompt up to the policy's last turn
         self._reply: tuple[int, ...] = ()  # the environment's last turn
         self._last_token: int | None = None
@@ -114,14 +125,18 @@ class MultiTurnEpisode:
                 self.add_observation(await self._answer(list(self.messages), self.metadata))
         finally:
             await self._answer.end(self.metadata)
-        return [self.played()]
+        last = self.played()
+        return [
+            *(replace(each, reward=last.reward, error=last.error) for each in self._earlier),
+            last,
+        ]
 
     def request(self) -> CompletionRequest:
         """Returns the next request to the engine."""
         index = self._index
         num_left = self._bounds.max_tokens - self._num_tokens
         return CompletionRequest(
-            self._prompt.token_ids if self._sequence is None else self._reply,
+            self._start if self._sequence is None else self._reply,
             request_seed(index.seed, index.step, index.group, index.sample, len(self._texts)),
             self._stop_strings,
             min(num_left, self._bounds.max_new_tokens),
@@ -129,11 +144,14 @@ class MultiTurnEpisode:
         )
 
     @property
+    def _start(self) -> tuple[int, ...]:
+        return self._prompt.token_ids if self._prompt_ids is None else self._prompt_ids
+
+    @property
     def _num_tokens(self) -> int:
         """Number of tokens after the prompt."""
-        start = len(self._prompt.token_ids)
-        written = 0 if self._sequence is None else self._sequence.length - start
-        return written + len(self._reply)
+        end = len(self._start) if self._sequence is None else self._sequence.length
+        return end - len(self._prompt.token_ids) + len(self._reply)
 
     def add_completion(self, result: CompletionResult) -> None:
         """Appends a turn of the policy."""
@@ -168,41 +186,50 @@ class MultiTurnEpisode:
         past = len(self.messages)
         self.messages += reply.messages
         turns = [_without(turn, REPORTED) for turn in self.messages]
+        row = f"the {turns[past]['role']} turn that begins with {turns[past]['content'][:80]!r}"
+        renderer, begins = Renderer(self._tokenizer), self._bounds.splits_history
         try:
-            role, content = turns[past]["role"], turns[past]["content"]
-            row = f"the {role} turn that begins with {content[:80]!r}"
-            new = Renderer(self._tokenizer).continuation(
-                turns[:past],
-                turns[past:],
-                tools=self._tools,
-                last_token=self._last_token,
-                row=row,
-            )
+            begins = begins and renderer.rewrites_history
+            if begins:
+                new = renderer.opening(turns, tools=self._tools, row=row)
+                num_tokens = len(new) - len(self._prompt.token_ids)
+            else:
+                new = renderer.continuation(
+                    turns[:past],
+                    turns[past:],
+                    tools=self._tools,
+                    last_token=self._last_token,
+                    row=row,
+                )
+                num_tokens = self._num_tokens + len(new)
         except DataError as error:  # A tool's output may spell a control token.
             self._error, self.is_over = error.in_one_line, True
             return
         has_turns = len(self._texts) < self._bounds.max_turns
-        has_room = self._num_tokens + len(new) < self._bounds.max_tokens
+        has_room = num_tokens < self._bounds.max_tokens
         if not has_room:
-            self._num_unread_tokens = len(new)
+            self._num_unread_tokens = max(num_tokens - self._num_tokens, 0)
         if not (has_turns and has_room):
             self._is_cut = self.is_over = True
             if has_turns:
                 self._rewards[-1] += reply.truncation_reward
             return
-        self._reply = tuple(new)
+        if begins:
+            self._earlier.append(replace(self.played(), truncated=False))
+            self._prompt_ids, self._sequence, self._num_written = tuple(new), None, 0
+        else:
+            self._reply = tuple(new)
 
     def played(self) -> "PlayedEpisode":
-        """Returns the result of the episode."""
+        """Returns the last training sample of the episode, with its outcome."""
         assert self._sequence is not None  # it has had a turn
-        turns = Turns(
-            tuple(self.messages), tuple(self._rewards), self._num_written, self._num_unread_tokens
+        first = sum(len(each.turns.rewards) for each in self._earlier)
+        rewards, text = tuple(self._rewards[first:]), "\n".join(self._texts[first:])
+        turns = Turns(tuple(self.messages), rewards, self._num_written, self._num_unread_tokens)
+        outcome = self._outcome()
+        return PlayedEpisode(
+            self._sequence, self._is_cut, text, turns, *outcome, prompt_ids=self._prompt_ids
         )
-        return PlayedEpisode(self._sequence, self._is_cut, self._text, turns, *self._outcome())
-
-    @property
-    def _text(self) -> str:
-        return "\n".join(self._texts)
 
     def _outcome(self) -> tuple[float | None, str | None]:
         if self._error is not None:
@@ -210,7 +237,7 @@ class MultiTurnEpisode:
         total = checked(
             sum(self._rewards),
             prompt=self._prompt.text,
-            completion=self._text,
+            completion="\n".join(self._texts),
             source="the sum over all turns",
         )
         return (None, total.in_one_line) if isinstance(total, RewardError) else (total, None)
@@ -226,6 +253,7 @@ class PlayedEpisode:
 
     Attributes:
         sequence: All tokens of the prompt and the turns.
+        prompt_ids: Tokens before the sample's first turn; None for those of the prompt.
     """
 
     sequence: RemoteTokens
@@ -234,6 +262,7 @@ class PlayedEpisode:
     turns: Turns
     reward: float | None
     error: str | None
+    prompt_ids: tuple[int, ...] | None = None
 
     @classmethod
     def failed(cls, prompt: Prompt, error: str) -> "PlayedEpisode":
@@ -246,12 +275,20 @@ class PlayedEpisode:
 
 
 def played_rollouts(
-    requested: Sequence[tuple[Prompt, RolloutIndex]], played: Sequence[PlayedEpisode]
+    requested: Sequence[tuple[Prompt, RolloutIndex]], episodes: Sequence[Sequence[PlayedEpisode]]
 ) -> RemoteRollouts:
-    """Returns rollouts of several turns."""
-    prompts = {index.group: prompt for prompt, index in requested}
-    group = np.array([index.group for _, index in requested], np.int64)
-    start = np.array([len(prompt.token_ids) for prompt, _ in requested], np.int64)
+    """Returns rollouts of several turns, one per training sample of each episode."""
+    pairs = list(zip(requested, episodes, strict=True))
+    indices = [index for (_, index), samples in pairs for _ in samples]
+    played = [each for samples in episodes for each in samples]
+    prompts = [
+        prompt if each.prompt_ids is None else replace(prompt, token_ids=each.prompt_ids)
+        for (prompt, _), samples in pairs
+        for each in samples
+    ]
+    unique = {id(each): each for each in prompts}
+    numbers = dict(zip(unique, range(len(unique)), strict=True))
+    start = np.array([len(each.token_ids) for each in prompts], np.int64)
     length = np.array([each.sequence.length for each in played], np.int64)
     texts = InProcess({"texts": [each.text for each in played]})
     completions = RemoteCompletions(
@@ -265,11 +302,12 @@ def played_rollouts(
     return RemoteRollouts(
         CompletionSource(completions),
         np.arange(len(played)),
-        tuple(prompts.values()),
-        np.unique(group, return_inverse=True)[1],
-        group,
-        np.array([index.sample for _, index in requested], np.int64),
+        tuple(unique.values()),
+        np.array([numbers[id(each)] for each in prompts], np.int64),
+        np.array([index.group for index in indices], np.int64),
+        np.array([index.sample for index in indices], np.int64),
         np.array(rewards, np.float64),
         {row: each.error for row, each in enumerate(played) if each.error is not None},
         turns=tuple(each.turns for each in played),
+        part=parts_of([number for samples in episodes for number in range(len(samples))]),
     )

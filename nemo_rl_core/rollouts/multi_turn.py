@@ -16,7 +16,7 @@ from nemo_rl_core.environments.conversations import (
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirstTurn
 from nemo_rl_core.models.generation.streaming import TurnGeneration
 from nemo_rl_core.models.interfaces import GenerationInterface
-from nemo_rl_core.rollouts.driver import play_all, rollouts_of
+from nemo_rl_core.rollouts.driver import play_all
 from nemo_rl_core.rollouts.engine import (
     CompletionRequest,
     CompletionResult,
@@ -26,7 +26,7 @@ from nemo_rl_core.rollouts.engine import (
     joined_requests,
     results_of,
 )
-from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode
+from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode, played_rollouts
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.types import Prompt
@@ -112,7 +112,7 @@ class EpisodeRollouts(RolloutEngine):
         environment = self._environment
         answers = None if environment is None else conversations(environment, calls)
         episodes = [(each[0], self.episode(*each, answers)) for each in indexed]
-        return rollouts_of(
+        return played_rollouts(
             indexed, play_all(episodes, partial(self._completed, greedy=greedy), calls)
         )
 

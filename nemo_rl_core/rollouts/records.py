@@ -174,6 +174,8 @@ def load_rollouts(path: Path) -> list[Rollout]:
             got=str(error).splitlines()[0][:200],
             fix="take the file from the artifact again",
         ) from error
+    if "part" not in table.column_names:  # of earlier versions
+        table = table.append_column("part", pa.array([0] * len(table), pa.int64()))
     missing = [name for name in _schema().names if name not in table.column_names]
     if missing:
         raise DataError(
@@ -224,6 +226,7 @@ def _schema() -> "pa.Schema":
             ("generated", pa.list_(pa.bool_())),
             ("weight_versions", ids),
             ("num_unread_tokens", pa.int64()),
+            ("part", pa.int64()),
         ]
     )
 
@@ -270,6 +273,7 @@ def _row(rollout: Rollout) -> dict[str, Any]:
         "generated": completion.generated,
         "weight_versions": completion.weight_versions,
         "num_unread_tokens": completion.num_unread_tokens,
+        "part": rollout.part,
     }
 
 
@@ -301,4 +305,5 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         # Earlier versions wrote a list of roles and contents.
         messages=tuple(parsed(row["messages"], list)),
         error=row["error"],
+        part=row["part"],
     )
