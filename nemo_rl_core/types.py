@@ -13,6 +13,9 @@ VALIDATION_PREFIX = "validation_"
 class Prompt:
     """A row of a data set that the policy can sample completions for.
 
+    Attributes:
+        tools: JSON list of the functions that the policy may call, in the form of OpenAI's API.
+
     Example:
         >>> Prompt(id="7", text="12+34=", token_ids=(1, 2), answer="46", task="arithmetic").answer
         '46'
@@ -24,6 +27,7 @@ class Prompt:
     answer: str
     task: str
     metadata: str = "{}"
+    tools: str = "[]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +77,12 @@ class Rollout:
         sample: Index of the rollout in its group.
         turn_rewards: Rewards of the policy's turns in a multi-turn episode; they sum to `reward`
             unless the environment has adapted it to the batch.
-        messages: The conversation of a multi-turn episode as `(role, content)` texts.
+        messages: The turns of a multi-turn episode: `role`, `content` and, if present,
+            `reasoning_content`, `tool_calls`, `tool_call_id` and `name`.
         error: Reason why there is no reward; such a rollout is counted but not trained on.
+        part: Index of the training sample in its episode. An episode whose past is rewritten has
+            several, with the same `group`, `sample` and `reward`, and each with its prompt tokens
+            and the rewards of its turns.
     """
 
     prompt: Prompt
@@ -86,8 +94,9 @@ class Rollout:
     group: int = 0
     sample: int = 0
     turn_rewards: tuple[float, ...] = ()
-    messages: tuple[tuple[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
     error: str | None = None
+    part: int = 0
 
     def scored(self, reward: float | None) -> "Rollout":
         """Returns this rollout with a reward."""

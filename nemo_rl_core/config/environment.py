@@ -123,13 +123,15 @@ class EnvironmentWorkers(FrozenConfig):
 
 
 def single_environments(config: EnvironmentConfig) -> list[SingleEnvironmentConfig]:
-    """Returns the single-turn environments of all parts and tasks, without games and tools."""
+    """Returns the single-turn environments of all parts and tasks; for tools, of the answer."""
     match config:
         case WeightedSum(parts=parts):
             return [part.environment for part in parts]
         case ByTask(tasks=tasks):
             return [one for each in tasks for one in single_environments(each.environment)]
-        case SlidingPuzzleGame() | GuessNumberGame() | ToolUse() | PythonEnvironment():
+        case ToolUse(answer=answer):
+            return [answer]
+        case SlidingPuzzleGame() | GuessNumberGame() | PythonEnvironment():
             return []
         case _:
             return [config]
@@ -137,12 +139,9 @@ def single_environments(config: EnvironmentConfig) -> list[SingleEnvironmentConf
 
 def environments_of_task(config: EnvironmentConfig, task: str) -> list[SingleEnvironmentConfig]:
     """Returns the environments that score a task's rows; for tools, that of the last turn."""
-    match config:
-        case ToolUse(answer=answer):
-            return environments_of_task(answer, task)
-        case ByTask(tasks=tasks):
-            matching = [each.environment for each in tasks if each.task == task]
-            return [one for each in matching for one in environments_of_task(each, task)]
+    if isinstance(config, ByTask):
+        matching = [each.environment for each in config.tasks if each.task == task]
+        return [one for each in matching for one in environments_of_task(each, task)]
     return single_environments(config)
 
 

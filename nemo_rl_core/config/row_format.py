@@ -23,6 +23,7 @@ KNOWN_COLUMNS: Final = (
     "id",
     "task",
     "metadata",
+    "tools",
     "mask",
     "max_tokens",
     "margin",

@@ -179,11 +179,18 @@ class RolloutLimits(FrozenConfig):
             environment's; None takes `generation.max_new_tokens`.
         max_failed_fraction: Maximum fraction of failures among rollouts that are scored at once;
             above it the run stops.
+        history: What the policy reads where the chat template rewrites past turns, for example
+            without their reasoning: the past `as_sampled`, in one training sample, or the
+            template's conversation, which begins another sample of the episode at each turn
+            (`split`).
     """
 
     max_turns: PositiveInt = 16
     max_rollout_tokens: PositiveInt | None = None
     max_failed_fraction: float = Field(default=0.1, ge=0, le=1)
+    history: Literal["as_sampled", "split"] = Field(
+        default="as_sampled", exclude_if=lambda value: value == "as_sampled"
+    )
 
     def room(self, generation: SamplingConfig) -> int:
         """Returns the maximum number of tokens after a prompt."""

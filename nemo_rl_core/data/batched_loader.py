@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from nemo_rl_core.data.chat import prompt_token_ids
+from nemo_rl_core.data.tools import tools_of
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import DataError
 
@@ -55,7 +56,7 @@ class BatchedDataLoader:
         if "input_ids" in row:
             return list(row["input_ids"])
         if self._tokenizer is not None and "prompt" in row:
-            return list(prompt_token_ids(self._tokenizer, row["prompt"]))
+            return list(prompt_token_ids(self._tokenizer, row["prompt"], tools=tools_of(row)))
         raise DataError(
             "a row has no tokens",
             expected="input_ids; or prompt, with BatchedDataLoader(rows, tokenizer=...)",

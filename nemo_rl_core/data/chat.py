@@ -9,15 +9,17 @@ from nemo_rl_core.data.loss_masks import (
     SupervisedExample,
     answer_example,
     masked_example,
-    rendered_conversation,
     require_eos,
 )
+from nemo_rl_core.data.renderer import Renderer, Tools
+from nemo_rl_core.data.tools import tools_of
 from nemo_rl_core.data.turns import Turn, as_turns, is_trained
-from nemo_rl_core.data.written import refuse_unwritten
 from nemo_rl_core.errors import DataError
 
 
-def prompt_token_ids(tokenizer: Any, prompt: str, *, row: str | None = None) -> list[int]:
+def prompt_token_ids(
+    tokenizer: Any, prompt: str, *, tools: Tools = (), row: str | None = None
+) -> list[int]:
     """Returns the token ids of a prompt to sample from.
 
     Args:
@@ -27,19 +29,12 @@ def prompt_token_ids(tokenizer: Any, prompt: str, *, row: str | None = None) -> 
     """
     turns = as_turns(prompt, role="user")
     row = row or f"the prompt {prompt[:80]!r}"
-    refuse_unwritten(tokenizer, turns, row=row)
-    ids = rendered_conversation(tokenizer, turns, row, add_generation_prompt=True)[1]
-    if not ids:
-        raise DataError(
-            f"{row} has no tokens",
-            expected="at least one token to sample after",
-            got="a chat template that writes nothing" if tokenizer.chat_template else "no text",
-            fix="remove the row, or use another chat template",
-        )
-    return ids
+    return Renderer(tokenizer).opening(turns, tools=tools, row=row)
 
 
-def supervised_example(tokenizer: Any, prompt: str, completion: str) -> SupervisedExample:
+def supervised_example(
+    tokenizer: Any, prompt: str, completion: str, *, tools: Tools = ()
+) -> SupervisedExample:
     """Tokenizes a prompt and its completion; the mask selects the completion and its final EOS.
 
     Template text after the end-of-sequence token (often a line break) is cut off, since sampling
@@ -50,11 +45,15 @@ def supervised_example(tokenizer: Any, prompt: str, completion: str) -> Supervis
     """
     turns = [*as_turns(prompt, role="user"), {"role": "assistant", "content": completion}]
     row = f"the row with prompt {prompt[:80]!r}"
-    return masked_example(tokenizer, turns, trained=[len(turns) - 1], row=row)
+    return masked_example(tokenizer, turns, trained=[len(turns) - 1], tools=tools, row=row)
 
 
 def conversation_example(
-    tokenizer: Any, messages: Sequence[Turn], *, mask: MaskKind = "all_assistant_turns"
+    tokenizer: Any,
+    messages: Sequence[Turn],
+    *,
+    mask: MaskKind = "all_assistant_turns",
+    tools: Tools = (),
 ) -> SupervisedExample:
     """Tokenizes a conversation; the mask selects assistant turns including their end tokens.
 
@@ -62,21 +61,21 @@ def conversation_example(
     are turns whose key `train` is false.
 
     Args:
-        messages: Turns, the last of them the assistant's; see `turns.fault`.
+        messages: Turns; those after the assistant's last one are left out.
     """
     turns = list(messages)
     assistant_turns = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
     row = f"the conversation that begins with {str(turns[0].get('content'))[:80]!r}"
-    if not assistant_turns or assistant_turns[-1] != len(turns) - 1:
+    if not assistant_turns:
         raise DataError(
-            f"{row} does not end with an assistant turn",
-            expected="an assistant turn at the end",
+            f"{row} has no assistant turn",
             got=f"the roles {', '.join(str(turn['role']) for turn in turns)[-80:]}",
-            fix="remove the turns after the last assistant turn, or the row",
+            fix="remove the row",
         )
+    turns = turns[: assistant_turns[-1] + 1]  # nothing is learned from later turns
     chosen = assistant_turns if mask == "all_assistant_turns" else assistant_turns[-1:]
     trained = [index for index in chosen if is_trained(turns[index])]
-    return masked_example(tokenizer, turns, trained=trained, row=row)
+    return masked_example(tokenizer, turns, trained=trained, tools=tools, row=row)
 
 
 def text_example(tokenizer: Any, text: str) -> SupervisedExample:
@@ -111,9 +110,9 @@ def preference_example(
     """
     prompt = as_turns(row["prompt"], role="user")
     chosen, rejected = (
-        answer_example(tokenizer, prompt, as_turns(row[side], role="assistant")).truncated(
-            _limit(row)
-        )
+        answer_example(
+            tokenizer, prompt, as_turns(row[side], role="assistant"), tools=tools_of(row)
+        ).truncated(_limit(row))
         for side in ("chosen", "rejected")
     )
     return chosen, rejected
@@ -128,13 +127,14 @@ def tokenize_row(tokenizer: Any, row: Mapping[str, Any]) -> dict[str, Supervised
     if "chosen" in row:
         chosen, rejected = preference_example(tokenizer, row)
         return {"chosen": chosen, "rejected": rejected}
+    tools = tools_of(row)
     if "messages" in row:
         turns = as_turns(row["messages"], role="user")
-        example = conversation_example(tokenizer, turns, mask=row["mask"])
+        example = conversation_example(tokenizer, turns, mask=row["mask"], tools=tools)
     elif "text" in row:
         example = text_example(tokenizer, row["text"])
     else:
-        example = supervised_example(tokenizer, row["prompt"], row["completion"])
+        example = supervised_example(tokenizer, row["prompt"], row["completion"], tools=tools)
     return {"row": example.truncated(_limit(row))}
 
 

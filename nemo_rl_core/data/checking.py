@@ -40,7 +40,7 @@ _COLUMNS: dict[RowKind, tuple[str, ...]] = {
     "text": ("id", "text", "task", "metadata"),
     "preferences": ("id", "prompt", "chosen", "rejected", "task", "metadata"),
 }
-_OPTIONAL = ("margin", "max_tokens")
+_OPTIONAL = ("margin", "max_tokens", "tools")
 
 _SCHEMAS: dict[RowKind, Schema] = {**SCHEMAS, "prompts": SftSchema}
 _ALL_OR_NONE = ("answer", "completion")
@@ -226,6 +226,8 @@ class RowChecking:
         if self._kind == "conversations" and "mask" not in frame and "mask" not in self._texts:
             frame["mask"] = self._policy.mask
         frame = frame.reindex(columns=self._kept_columns)
+        if "tools" in frame:
+            frame["tools"] = frame["tools"].fillna("[]").astype("str")
         for name in self._texts.intersection(self._kept_columns):
             if frame[name].isna().all():  # text in other chunks
                 frame[name] = frame[name].astype("str")

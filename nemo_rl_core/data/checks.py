@@ -14,6 +14,7 @@ from nemo_rl_core.data.control import has_lone_surrogate
 from nemo_rl_core.data.digests import repeats
 from nemo_rl_core.data.frames import Faults
 from nemo_rl_core.data.lengths import is_certainly_longer
+from nemo_rl_core.data.tools import tools_of
 from nemo_rl_core.data.turns import FLAG, Turn, as_turns, fault, stored, turns_of
 from nemo_rl_core.data.unknown import unknown_characters, unknown_token_id
 from nemo_rl_core.data.written import unwritten_keys
@@ -44,15 +45,16 @@ def prompts_of(chunk: Chunk) -> Sequence[str]:
 
 
 def duplicate_keys(chunk: Chunk) -> Sequence[str]:
-    """Returns the texts that may occur only once: the prompt; for pairs, with both answers."""
-    if not isinstance(chunk, list) and "chosen" not in chunk.column_names:
+    """Returns the texts that may occur only once: the prompt with its tools and its pair."""
+    others = ("chosen", "rejected", "tools")
+    if not isinstance(chunk, list) and not {*others} & {*chunk.column_names}:
         return prompts_of(chunk)
     rows = rows_of(chunk)
-    if not any("chosen" in row for row in rows):
+    if not any(name in row for row in rows for name in others):
         return [prompt_of(row) for row in rows]
-    texts = ((prompt_of(row), str(row.get("chosen")), str(row.get("rejected"))) for row in rows)
+    texts = ((prompt_of(row), *(str(row.get(name) or "") for name in others)) for row in rows)
     # The lengths mark where each text ends.
-    return [f"{len(a)} {len(b)} {a}{b}{c}" for a, b, c in texts]
+    return [f"{[*map(len, parts)]} {''.join(parts)}" for parts in texts]
 
 
 def duplicate_faults(rows: Sequence[Row], columns: Collection[str]) -> Faults:
@@ -75,7 +77,10 @@ def conversation_faults(rows: Records) -> Faults:
 def _row_faults(row: Mapping[str, Any]) -> list[str]:
     if "messages" in row:
         turns = turns_of(row["messages"])
-        wrong = fault(turns)
+        roles = [turn.get("role") for turn in turns or ()]
+        # Turns after the last answer are left out.
+        is_open = "assistant" in roles and roles[-1] in ("user", "tool")
+        wrong = fault([*(turns or ()), _ANSWER] if is_open else turns)
         if wrong and turns and turns[-1]["role"] != "assistant" and not fault([*turns, _ANSWER]):
             wrong += " (prompts to sample from: data.columns: {messages: prompt, COLUMN: answer})"
         return [f"messages {wrong}"] if wrong else []
@@ -166,7 +171,7 @@ def prompt_faults(
                 too_long.setdefault(fault_text, []).append(index)
                 longest = math.inf
                 continue
-            ids = prompt_token_ids(tokenizer, row["prompt"], row="prompt")
+            ids = prompt_token_ids(tokenizer, row["prompt"], tools=tools_of(row), row="prompt")
         except DataError as error:
             unknown.setdefault(error.in_one_line, []).append(index)
             continue

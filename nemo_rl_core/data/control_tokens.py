@@ -22,6 +22,10 @@ _ALIASES = re.compile(f"{_ALIAS}[\U00100000-\U0010fffb]{_ALIAS}")
 _PROBE = "0"
 
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of an assistant's reasoning in chat templates."""
+
+
 def render_turns(tokenizer: Any, turns: Sequence[Turn], *, what: str, **options: Any) -> str:
     """Renders a conversation with the chat template.
 
@@ -58,12 +62,40 @@ def _render(tokenizer: Any, turns: list[Turn], options: dict[str, Any]) -> str:
 def _as_the_template_reads(tokenizer: Any, turns: Sequence[Turn]) -> list[Turn]:
     readable = [{key: value for key, value in turn.items() if key != FLAG} for turn in turns]
     template = str(tokenizer.get_chat_template())
-    if readable and readable[0].get("role") == "developer" and "developer" not in template:
+    has_developer = "'developer'" in template or '"developer"' in template
+    if readable and readable[0].get("role") == "developer" and not has_developer:
         readable[0]["role"] = "system"
+    reasoning, has_null_content, has_parts = _forms(tokenizer, template)
+    for turn in readable:
+        for key in {*REASONING} & {*turn} - reasoning:
+            turn.update(dict.fromkeys(reasoning, turn[key]))
+        if has_null_content and turn.get("tool_calls") and not turn.get("content"):
+            turn["content"] = None
+        if has_parts:
+            turn["content"] = [{"type": "text", "text": turn.get("content")}]
     if "'environment'" in template and "'tool'" not in template:  # OLMo 3's
         for turn in readable:
             turn["role"] = "environment" if turn["role"] == "tool" else turn["role"]
     return readable
+
+
+@lru_cache(maxsize=16)
+def _forms(tokenizer: Any, template: str) -> tuple[frozenset[str], bool, bool]:
+    """Returns the template's keys of reasoning, and two forms of contents that some templates need.
+
+    These are None for calls without text (DeepSeek's), and a list of parts for texts (LLaVA's).
+    """
+
+    def writes(content: Any) -> bool:
+        try:
+            return _PROBE in _render(tokenizer, [{"role": "user", "content": content}], {})
+        except Exception:  # noqa: BLE001 (fault boundary: a template may raise anything)
+            return False
+
+    reasoning = frozenset(key for key in REASONING if re.search(rf"['\".]{key}\b", template))
+    has_null_content = "message['content'] is none" in template
+    parts = [{"type": "text", "text": _PROBE}]
+    return reasoning, has_null_content, not writes(_PROBE) and writes(parts)
 
 
 def _with_text_arguments(turn: Turn) -> Turn:

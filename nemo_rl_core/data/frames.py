@@ -41,6 +41,7 @@ class RowSchema(pa.DataFrameModel):
     id: Series[str]
     task: Series[str]
     metadata: Series[str]
+    tools: Series[str] | None
 
     @pa.check("id")
     def _unique(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805 (pandera binds the class)

@@ -1,5 +1,6 @@
 """Data set folders, and batches that depend only on seed and step."""
 
+import json
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -184,13 +185,27 @@ class LazyRows(Sequence[T]):
         return map(self._make, self._rows)
 
 
-def load_prompts(folder: Path, tokenizer: Any) -> Sequence[Prompt]:
+ShownTools = Callable[[str, str], str]
+"""Returns the tools that a prompt shows; the arguments are the row's task and its tools."""
+
+
+def load_prompts(
+    folder: Path,
+    tokenizer: Any,
+    *,
+    shown_tools: ShownTools | None = None,
+    max_prompt_tokens: int | None = None,
+) -> Sequence[Prompt]:
     """Loads the rows of a data set folder as tokenized prompts, in the order of the file.
 
     Many prompts are tokenized on access.
 
+    Args:
+        shown_tools: Tools of each prompt; by default those of its row.
+        max_prompt_tokens: Maximum length, for tools that were not checked with the data.
+
     Raises:
-        DataError: When its rows are not prompts with answers.
+        DataError: When its rows are not prompts with answers, or a prompt is too long.
     """
     rows = load_records(folder)
     if rows and not {"prompt", "answer"} <= rows[0].keys():
@@ -203,13 +218,25 @@ def load_prompts(folder: Path, tokenizer: Any) -> Sequence[Prompt]:
         )
 
     def prompt(row: Row) -> Prompt:
+        tools = row.get("tools") or "[]"
+        if shown_tools is not None:
+            tools = shown_tools(row["task"], tools)
+        ids = prompt_token_ids(tokenizer, row["prompt"], tools=json.loads(tools))
+        if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
+            raise DataError(
+                f"the prompt {row['prompt'][:80]!r} is too long with the tools of the environment",
+                expected=f"at most {max_prompt_tokens} tokens (data.max_prompt_tokens)",
+                got=f"{len(ids)} tokens",
+                fix="raise data.max_prompt_tokens, or offer fewer tools",
+            )
         return Prompt(
             id=row["id"],
             text=row["prompt"],
-            token_ids=tuple(prompt_token_ids(tokenizer, row["prompt"])),
+            token_ids=tuple(ids),
             answer=row["answer"],
             task=row["task"],
             metadata=row["metadata"],
+            tools=tools,
         )
 
     return LazyRows(rows, prompt) if isinstance(rows, ChunkedRows) else [*map(prompt, rows)]

@@ -10,6 +10,7 @@ from nemo_rl_core.data.chat import tokenize_row
 from nemo_rl_core.data.datasets.sources import read
 from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.schemas import validate_rows
+from nemo_rl_core.data.tools import tools_of
 from nemo_rl_core.errors import DataError
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
@@ -33,6 +34,12 @@ def preview(row: Mapping[str, Any], tokenizer: Any, *, color: bool = False) -> s
         f"{_marked(example, tokenizer, color=color)}"
         for name, example in tokenize_row(tokenizer, row).items()
     )
+
+
+def tools_line(row: Mapping[str, Any]) -> list[str]:
+    """Returns a line with the names of a row's tools, or nothing."""
+    names = ", ".join(tool["function"]["name"] for tool in tools_of(row))
+    return [f"tools: {names}"] if names else []
 
 
 def _marked(example: SupervisedExample, tokenizer: Any, *, color: bool) -> str:

@@ -5,20 +5,22 @@ never see the content: a tool call, its result, or reasoning to learn.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from nemo_rl_core.data.control_tokens import render_turns
+from nemo_rl_core.data.control_tokens import REASONING, render_turns
 from nemo_rl_core.data.turns import FLAG, OTHER_CALLS, Turn
 from nemo_rl_core.errors import DataError
 
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of an assistant's reasoning in chat templates."""
+_CHECKED = {"role", "content", "tool_calls", FLAG, *OTHER_CALLS, *REASONING}
 
-_CHECKED = {"role", "content", "tool_calls", FLAG, *OTHER_CALLS, *_REASONING}
+START_OF_REASONING, END_OF_REASONING = "<think>", "</think>"
 
-_END_OF_REASONING = "</think>"
+_REASONING_FIX = (
+    "remove {key} from the row, or write it into the content in the model's format, such as "
+    "<think>...</think>"
+)
 
 _TAG = re.compile(r"\s*(<\w+>)")
 
@@ -28,26 +30,33 @@ _PROBE = "\U0010fffb"
 
 
 def refuse_unwritten(
-    tokenizer: Any, turns: Sequence[Turn], *, trained: Sequence[int] = (), row: str
+    tokenizer: Any,
+    turns: Sequence[Turn],
+    *,
+    trained: Sequence[int] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+    row: str,
 ) -> None:
-    """Raises if the chat template does not write the text, the calls or the reasoning of a turn.
+    """Raises if the chat template does not write a turn's text, calls or reasoning, or the tools.
 
     Reasoning is checked only in trained turns, since templates omit that of earlier turns on
     purpose.
     """
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    if tools and not writes_tools(tokenizer, template, turns[0]["role"]):
+        raise DataError(
+            f"{row} has tools that the chat template does not write, so they would not reach the "
+            "model",
+            got=str(tools)[:80],
+            fix="use a chat template that writes tools, or data.drop_columns: [tools]",
+        )
     if not tokenizer.chat_template:
         _refuse_keys_without_template(turns, row)
         return
     for index in trained:
         _refuse_lost_reasoning(tokenizer, turns[: index + 1], row)
-    roles = tuple(f"{turn['role']}{_CALLS if turn.get('tool_calls') else ''}" for turn in turns)
-    alternating = tuple(("user", "assistant")[index % 2] for index in range(len(turns)))
-    # Every template writes these.
-    if roles == alternating and all(turn.keys() <= {"role", "content"} for turn in turns):
+    if not refuse_silent_turns(tokenizer, turns, row):
         return
-    for index in _silent_turns(tokenizer, tokenizer.get_chat_template(), roles):
-        if str(turns[index].get("content") or "").strip():
-            raise _unwritten(row, turns[index], "text", "remove it from the row")
     _refuse_doubled_tags(tokenizer, turns, row)
     for index, turn in enumerate(turns):
         for key in OTHER_CALLS:
@@ -57,6 +66,35 @@ def refuse_unwritten(
         if turn.get("tool_calls") and not _writes(tokenizer, turns, index, _fewer_calls(turn)):
             fix = "remove the row, or write calls into the content in the model's format"
             raise _unwritten(row, turn, "tool_calls", fix)
+
+
+def refuse_silent_turns(tokenizer: Any, turns: Sequence[Turn], row: str) -> bool:
+    """Raises if the chat template does not write a turn with these roles.
+
+    Returns:
+        Whether turns have other keys or roles than those that every template writes.
+    """
+    roles = tuple(f"{turn['role']}{_CALLS if turn.get('tool_calls') else ''}" for turn in turns)
+    alternating = tuple(("user", "assistant")[index % 2] for index in range(len(turns)))
+    # Every template writes these.
+    if roles == alternating and all(turn.keys() <= {"role", "content"} for turn in turns):
+        return False
+    for index in _silent_turns(tokenizer, tokenizer.get_chat_template(), roles):
+        if str(turns[index].get("content") or "").strip():
+            raise _unwritten(row, turns[index], "text", "remove it from the row")
+    return True
+
+
+@lru_cache(maxsize=16)
+def writes_tools(tokenizer: Any, template: str | None, first: str) -> bool:
+    """Whether the template writes the name of a tool in a conversation that starts with a role."""
+    schema = {"name": _PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
+    roles = dict.fromkeys([first, "user"])
+    turns = [{"role": role, "content": "0"} for role in roles]
+    tools = [{"type": "function", "function": schema}]
+    return bool(template) and _PROBE in render_turns(
+        tokenizer, turns, what="tools", tools=tools, add_generation_prompt=True
+    )
 
 
 def _refuse_doubled_tags(tokenizer: Any, turns: Sequence[Turn], row: str) -> None:
@@ -78,19 +116,41 @@ def _refuse_doubled_tags(tokenizer: Any, turns: Sequence[Turn], row: str) -> Non
 def _refuse_lost_reasoning(tokenizer: Any, turns: Sequence[Turn], row: str) -> None:
     """Refuses a last turn if its reasoning, in a key or in the content, is not written."""
     turn = turns[-1]
-    for key in _REASONING:
-        if turn.get(key) and not _writes(tokenizer, turns, len(turns) - 1, [_without(turn, key)]):
-            raise _unwritten(row, turn, key, _reasoning_fix(tokenizer, key))
-    *parts, answer = str(turn.get("content")).split(_END_OF_REASONING)
+    lost = [
+        (key, _REASONING_FIX.format(key=key))
+        for key in REASONING
+        if turn.get(key) and not _writes(tokenizer, turns, len(turns) - 1, [_without(turn, key)])
+    ]
+    *parts, answer = str(turn.get("content")).split(END_OF_REASONING)
     # One turn for each text of reasoning, with a probe instead of the text.
     others = [
-        {**turn, "content": _END_OF_REASONING.join([*parts[:n], _PROBE, *parts[n + 1 :], answer])}
+        {**turn, "content": END_OF_REASONING.join([*parts[:n], _PROBE, *parts[n + 1 :], answer])}
         for n, part in enumerate(parts)
-        if part.replace("<think>", "").strip()
+        if part.replace(START_OF_REASONING, "").strip()
     ]
     if others and not _writes(tokenizer, turns, len(turns) - 1, others):
-        fix = f"remove the text before {_END_OF_REASONING} from the row"
-        raise _unwritten(row, turn, f"text before {_END_OF_REASONING}", fix)
+        fix = f"remove the text before {END_OF_REASONING} from the row"
+        lost.append((f"text before {END_OF_REASONING}", fix))
+    if lost and not opens_reasoning(tokenizer, turns):
+        raise _unwritten(row, turn, *lost[0])
+
+
+def opens_reasoning(tokenizer: Any, turns: Sequence[Turn]) -> bool:
+    """Whether the prompt of the last turn opens reasoning that the template does not write."""
+    if len(turns) < 2:
+        return False
+    prompt = render_turns(tokenizer, turns[:-1], what="a prompt", add_generation_prompt=True)
+    if not prompt.rstrip().endswith(START_OF_REASONING):
+        return False
+    text = render_turns(tokenizer, turns, what="a turn", add_generation_prompt=False)
+    return not text.startswith(prompt)
+
+
+def reasoning_of(turn: Turn) -> str:
+    """Returns the reasoning of a turn, from its keys or from its content."""
+    inline = str(turn.get("content")).rpartition(END_OF_REASONING)[0]
+    keys = (str(turn[key]) for key in REASONING if turn.get(key))
+    return next(keys, inline.rpartition(START_OF_REASONING)[2]).strip("\n")
 
 
 def unwritten_keys(tokenizer: Any, turns: Sequence[Turn]) -> list[str]:
@@ -159,21 +219,10 @@ def _writes(tokenizer: Any, turns: Sequence[Turn], index: int, others: Iterable[
 
 def _refuse_keys_without_template(turns: Sequence[Turn], row: str) -> None:
     for turn in turns:
-        for key in ("tool_calls", *OTHER_CALLS, *_REASONING):
+        for key in ("tool_calls", *OTHER_CALLS, *REASONING):
             if turn.get(key):
                 fix = "use the tokenizer of a chat model, or set its chat_template"
                 raise _unwritten(row, turn, key, fix)
-
-
-def _reasoning_fix(tokenizer: Any, key: str) -> str:
-    template = str(tokenizer.get_chat_template())
-    other = next((name for name in _REASONING if name != key and name in template), None)
-    if other:
-        return f"rename {key} to {other}, which the template reads"
-    return (
-        f"remove {key} from the row, or write it into the content in the model's format, such as "
-        "<think>...</think>"
-    )
 
 
 def _unwritten(row: str, turn: Turn, what: str, fix: str) -> DataError:

@@ -11,7 +11,13 @@ from nemo_rl_core.environments.interfaces import (
     Message,
     Scorer,
 )
-from nemo_rl_core.environments.multi_turn.replies import Reply, ask, failed, joined_replies
+from nemo_rl_core.environments.multi_turn.replies import (
+    Reply,
+    ask,
+    end_episode,
+    failed,
+    joined_replies,
+)
 from nemo_rl_core.environments.post_processing import post_process
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
@@ -64,6 +70,15 @@ class ByTaskEnvironment:
         """Stop strings of all tasks, since the first completion is sampled before any step."""
         parts = self._environments.values()
         return list(dict.fromkeys(s for e in parts for s in getattr(e, "first_stop_strings", ())))
+
+    @property
+    def stateful(self) -> bool:
+        """Whether an environment keeps the state of episodes."""
+        return any(getattr(each, "stateful", False) for each in self._environments.values())
+
+    async def end_episode(self, metadata: Any) -> None:
+        """Ends an episode in the environment of its task."""
+        await end_episode(self._environments.get(metadata["task"]), metadata)
 
     def step(
         self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]

@@ -19,7 +19,14 @@ from nemo_rl_core.config.environment import (
 from nemo_rl_core.config.functions import CustomFunction
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
-from nemo_rl_core.config.multi_turn import PythonEnvironment, RetrieverTool, ToolUse
+from nemo_rl_core.config.multi_turn import (
+    FunctionTool,
+    McpServer,
+    PythonEnvironment,
+    RetrieverTool,
+    ToolConfig,
+    ToolUse,
+)
 from nemo_rl_core.config.registered import RegisteredBackend
 from nemo_rl_core.config.single_turn import (
     RewardFunction,
@@ -119,12 +126,14 @@ def located_model(model: ModelConfig) -> ModelConfig:
 
 
 def reward_content(environment: EnvironmentConfig) -> str:
-    """Returns a digest of the scoring code (see `user_source`), reward models and passages."""
+    """Returns a digest of code that scores or answers, reward models and passages.
+
+    See `user_source` for the code. An MCP server is known by the files that its command names.
+    """
     digests = [_scorer_digest(each) for each in single_environments(environment)]
     for answers in multi_turn_environments(environment):
         if isinstance(answers, ToolUse):
-            tools = [each for each in answers.tools if isinstance(each, RetrieverTool)]
-            digests += [_file(Path(each.path).expanduser()) for each in tools]
+            digests += [_tool_digest(each) for each in answers.tools]
         if isinstance(answers, PythonEnvironment):
             digests.append(user_source(module_of(answers.target)))
     return " ".join(filter(None, digests))
@@ -152,6 +161,19 @@ def _scorer_digest(environment: SingleEnvironmentConfig) -> str:
             return _named_model(model)
         case RewardFunction(target=target):
             return user_source(target.partition(":")[0])
+    return ""
+
+
+def _tool_digest(tool: ToolConfig) -> str:
+    match tool:
+        case RetrieverTool(path=path):
+            return _file(Path(path).expanduser())
+        case FunctionTool(target=target):
+            return user_source(module_of(target))
+        case McpServer(command=[_, "-m", module, *_]):
+            return user_source(module)
+        case McpServer(command=command):
+            return " ".join(filter(None, (_file(Path(each).expanduser()) for each in command)))
     return ""
 
 

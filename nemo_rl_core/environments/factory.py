@@ -7,7 +7,7 @@ the other kinds.
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from nemo_rl_core.config.environment import (
     ByTask,
@@ -197,9 +197,12 @@ def _multi_turn_environment(config: MultiTurnConfig) -> EnvironmentInterface | S
 
         return make_environment(config)
     if isinstance(config, ToolUse):
-        from nemo_rl_core.environments.tools import ToolEnvironment, make_tools
+        from nemo_rl_core.environments.tools.environment import ToolEnvironment
+        from nemo_rl_core.environments.tools.sources import make_source
 
-        return ToolEnvironment(config, make_tools(config.tools), make_scorer(config.answer))
+        sources = [make_source(each) for each in config.tools]
+        made = ToolEnvironment(config, sources, make_scorer(config.answer))
+        return cast("EnvironmentInterface", made)  # its `step` is a coroutine
     from nemo_rl_core.environments.multi_turn.games import GameEnvironment
     from nemo_rl_core.games.guess_number import NumberGuess
     from nemo_rl_core.games.sliding_puzzle import SlidingPuzzle

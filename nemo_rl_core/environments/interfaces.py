@@ -30,8 +30,8 @@ _LIBRARY_PATHS = (
 _LARGEST = (2 - 2**-23) * 2.0**127
 """The largest finite float32."""
 
-Message = Mapping[str, str]
-"""One turn of a conversation: `role` (`user`, `assistant` or `environment`) and `content`."""
+Message = Mapping[str, Any]
+"""One turn of a conversation: `role`, `content` and, if present, `tool_calls` and so on."""
 
 
 class Scorer(ABC):
@@ -69,8 +69,8 @@ class EnvironmentReturn:
     """Result of one step of an environment on a batch of `B` conversations.
 
     Attributes:
-        observations: Messages to append, one per conversation; that of a conversation that has
-            ended is ignored. Empty if all have ended.
+        observations: Messages to append, one per conversation, or a list of several; those of a
+            conversation that has ended are ignored. Empty if all have ended.
         metadata: State that the environment gets back at the next step, one per conversation.
         next_stop_strings: Stop strings of the next completion, one list (or None) per conversation.
         rewards: `[B]` float.
@@ -85,7 +85,7 @@ class EnvironmentReturn:
             policy could avoid them by using up its tokens.
     """
 
-    observations: list[dict[str, str]]
+    observations: Sequence[dict[str, Any] | list[dict[str, Any]]]
     metadata: list[Any]
     next_stop_strings: list[list[str] | None]
     rewards: "torch.Tensor"
@@ -104,6 +104,9 @@ class EnvironmentInterface(Protocol):
         """Answers the last turn of each of `B` conversations."""
         ...
 
+    # Optional: def end_episode(self, metadata: Any) -> None, or a coroutine, which gets the last
+    # metadata of each episode, also of one that a limit has cut.
+
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
@@ -114,7 +117,7 @@ class EnvironmentInterface(Protocol):
 
         Args:
             batch: Result of `rollouts.batch.rollout_batch`: `rewards [B]` and other tensors, and
-                the lists `tasks`, `prompts`, `completions` and `answers`.
+                the lists `tasks`, `prompts`, `completions`, `answers` and `messages`.
 
         Returns:
             The batch, in which only `rewards` may change, and finite numbers by name, which become
@@ -165,7 +168,7 @@ def score_rollouts(scorer: Scorer, rollouts: Sequence[Rollout]) -> list[Rollout]
 
 
 def reads_only_rewards(hook: Hook) -> Hook:
-    """Marks a hook that reads only the column `rewards` of its batch, and gets no other.
+    """Marks a hook that reads only `rewards` and `messages` of its batch, and gets no others.
 
     A subclass that overrides the hook must mark it again.
     """
@@ -179,14 +182,19 @@ def attempt(
     """Calls a reward. Any exception becomes an outcome."""
     try:
         value = reward()
-    except RewardError as error:
-        return error
     # SystemExit too, since a reward that calls exit() must not end a run with code 0.
     except (Exception, SystemExit) as error:  # noqa: BLE001 (becomes an outcome)
-        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-        got = f"{type(error).__name__}: {shorten(str(error))}{user_location(error)}{notes}"
-        return failure("raised", got, prompt=prompt, completion=completion, source=source)
+        return raised(error, prompt=prompt, completion=completion, source=source)
     return checked(value, prompt=prompt, completion=completion, source=source)
+
+
+def raised(error: BaseException, *, prompt: str, completion: str, source: str) -> RewardError:
+    """Returns the outcome of a reward that has raised an exception."""
+    if isinstance(error, RewardError):
+        return error
+    notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    got = f"{type(error).__name__}: {shorten(str(error))}{user_location(error)}{notes}"
+    return failure("raised", got, prompt=prompt, completion=completion, source=source)
 
 
 def checked(value: Any, *, prompt: str, completion: str, source: str) -> float | RewardError:

@@ -28,6 +28,7 @@ from nemo_rl_core.environments.rewards.multiple_choice import MultipleChoiceScor
 from nemo_rl_core.environments.rewards.row_fields import field_names, fields_of
 from nemo_rl_core.environments.rewards.unit_tests import UnitTests
 from nemo_rl_core.environments.targets import find_environment
+from nemo_rl_core.environments.tools.sources import schemas_of
 from nemo_rl_core.errors import DataError, RewardError
 from nemo_rl_core.types import Prompt, unscored
 
@@ -74,6 +75,8 @@ def check_targets(config: EnvironmentConfig | None) -> None:
     for environment in multi_turn_environments(config):
         if isinstance(environment, PythonEnvironment):
             find_environment(environment)
+        if isinstance(environment, ToolUse):
+            schemas_of(environment.tools)
 
 
 def refuse_incomplete_rows(

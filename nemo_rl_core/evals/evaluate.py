@@ -8,7 +8,6 @@ from typing import Any
 from nemo_rl_core.config.environment import EnvironmentConfig, grader_version
 from nemo_rl_core.config.evaluation import EvaluationConfig
 from nemo_rl_core.config.trainer import RolloutSettings
-from nemo_rl_core.data.loader import load_prompts
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.needs import refuse_incomplete_rows
@@ -19,6 +18,8 @@ from nemo_rl_core.evals.metrics import (
     evaluation_metrics,
     is_correct,
 )
+from nemo_rl_core.rollouts.prompts import load_sampled_prompts
+from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.telemetry.waiting import waiting
 from nemo_rl_core.types import Prompt, Rollout
@@ -44,18 +45,25 @@ def evaluate(
     settings: RolloutSettings,
 ) -> EvaluationResult:
     """Evaluates the model in `model_folder` on every prompt of `data`."""
-    prompts = load_prompts(data, load_tokenizer(model_folder))
+    prompts = load_sampled_prompts(
+        data,
+        load_tokenizer(model_folder),
+        settings.environment,
+        max_prompt_tokens=settings.max_prompt_tokens,
+    )
     refuse_incomplete_rows(prompts, settings.local_environment, name="validation")
     with Sampler(session, settings, model_folder) as sampler:
         engine = sampler.engine
         with waiting(f"generating {len(prompts):,} greedy completions"):
-            greedy = sampler.score(greedy_rollouts(sampler, prompts))
-        sampled: Sequence[Rollout] = []
+            greedy = RemoteRollouts.of(sampler.score(greedy_rollouts(sampler, prompts)))
+        sampled = RemoteRollouts.of([])
         if num_samples := config.num_samples_per_prompt:
             with waiting(f"generating {num_samples * len(prompts):,} sampled completions"):
                 drawn = engine.run(prompts, num_generations_per_prompt=num_samples, step=0)
-                sampled = sampler.score(drawn)
+                sampled = RemoteRollouts.of(sampler.score(drawn))
         peak_memory_gib = sampler.generation.peak_memory_gib()
+    num_tokens = sum(len(r.completion.token_ids) for r in [*greedy, *sampled])
+    greedy, sampled = greedy.episodes(), sampled.episodes()
     environment = settings.environment
     with voting(environment) as get_votes:
         return EvaluationResult(
@@ -72,7 +80,7 @@ def evaluate(
                     environment=environment,
                 )
             ],
-            num_tokens=sum(len(r.completion.token_ids) for r in [*greedy, *sampled]),
+            num_tokens=num_tokens,
             peak_memory_gib=peak_memory_gib,
         )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from nemo_rl_core.data.json_values import parsed
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -173,6 +174,8 @@ def load_rollouts(path: Path) -> list[Rollout]:
             got=str(error).splitlines()[0][:200],
             fix="take the file from the artifact again",
         ) from error
+    if "part" not in table.column_names:  # of earlier versions
+        table = table.append_column("part", pa.array([0] * len(table), pa.int64()))
     missing = [name for name in _schema().names if name not in table.column_names]
     if missing:
         raise DataError(
@@ -200,7 +203,6 @@ def _schema() -> "pa.Schema":
     import pyarrow as pa
 
     ids, numbers = pa.list_(pa.int64()), pa.list_(pa.float64())
-    message = pa.struct([("role", pa.string()), ("content", pa.string())])
     return pa.schema(
         [
             ("prompt_id", pa.string()),
@@ -216,7 +218,7 @@ def _schema() -> "pa.Schema":
             ("error", pa.string()),
             ("turn_rewards", numbers),
             ("components", numbers),
-            ("messages", pa.list_(message)),
+            ("messages", pa.string()),
             ("metadata", pa.string()),
             ("prompt_ids", ids),
             ("completion_ids", ids),
@@ -224,6 +226,7 @@ def _schema() -> "pa.Schema":
             ("generated", pa.list_(pa.bool_())),
             ("weight_versions", ids),
             ("num_unread_tokens", pa.int64()),
+            ("part", pa.int64()),
         ]
     )
 
@@ -262,7 +265,7 @@ def _row(rollout: Rollout) -> dict[str, Any]:
         "error": rollout.error,
         "turn_rewards": list(rollout.turn_rewards),
         "components": list(rollout.components),
-        "messages": [{"role": role, "content": content} for role, content in rollout.messages],
+        "messages": json.dumps(rollout.messages, ensure_ascii=False),
         "metadata": prompt.metadata,
         "prompt_ids": prompt.token_ids,
         "completion_ids": completion.token_ids,
@@ -270,6 +273,7 @@ def _row(rollout: Rollout) -> dict[str, Any]:
         "generated": completion.generated,
         "weight_versions": completion.weight_versions,
         "num_unread_tokens": completion.num_unread_tokens,
+        "part": rollout.part,
     }
 
 
@@ -298,6 +302,8 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         group=row["group"],
         sample=row["sample"],
         turn_rewards=tuple(row["turn_rewards"]),
-        messages=tuple((turn["role"], turn["content"]) for turn in row["messages"]),
+        # Earlier versions wrote a list of roles and contents.
+        messages=tuple(parsed(row["messages"], list)),
         error=row["error"],
+        part=row["part"],
     )

@@ -3,16 +3,18 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.environment import dedicated_bundles_of_scorers
+from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.trainer import GateConfig, RolloutSettings
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.adapt import EnvironmentScorer
+from nemo_rl_core.environments.conversations import answers_at_once
 from nemo_rl_core.environments.interfaces import (
     EnvironmentInterface,
     RolloutScorer,
@@ -21,6 +23,7 @@ from nemo_rl_core.environments.interfaces import (
 from nemo_rl_core.environments.post_processing import HOOK, post_process
 from nemo_rl_core.models.generation.custom import CustomEngineAdapter
 from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.generation.streaming import TurnGeneration
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.rollouts.batch import (
@@ -43,24 +46,30 @@ def post_process_rollouts(
 
     Args:
         environment: Gets the `rollout_batch` of the rollouts that could be scored, and the lists
-            `tasks`, `prompts`, `completions` and `answers`; only `rewards` if its method declares
-            `reads_only_rewards`.
+            `tasks`, `prompts`, `completions`, `answers` and `messages`; only `rewards` and
+            `messages` if its method declares `reads_only_rewards`.
 
     Returns:
         All rollouts in the same order, and the metrics, empty if no rollout could be scored.
     """
     columns = RemoteRollouts.of(rollouts)
-    counted = columns.valid()
+    valid = columns.valid()
+    counted = valid.episodes()
     if not counted or not hasattr(environment, HOOK):
         return columns, {}  # without a batch, which would cost more than scoring
     is_small = getattr(getattr(environment, HOOK), "reads_only_rewards", False)
-    batch = {"rewards": rewards_of(counted)} if is_small else _full_batch(counted)
+    batch = {} if is_small else _full_batch(counted)
+    batch |= {
+        "rewards": rewards_of(counted),
+        "messages": [each.messages for each in counted.turns] or [()] * len(counted),
+    }
     rewards, metrics = post_process(environment, batch)
     assert columns.rewards is not None and counted.rewards is not None  # they are valid
     # An unchanged reward keeps its float64 value; the tensor is float32.
     is_same = (rewards == batch["rewards"]).numpy()
     adapted = columns.rewards.copy()
-    adapted[columns.is_valid] = np.where(is_same, counted.rewards, rewards.double().numpy())
+    of_episodes = np.where(is_same, counted.rewards, rewards.double().numpy())
+    adapted[columns.is_valid] = of_episodes[valid.episode]
     return columns.with_rewards(adapted), metrics
 
 
@@ -103,8 +112,6 @@ class Sampler(AbstractContextManager["Sampler"]):
         scores_on_a_gpu: Whether a model scores on one of the trainer's GPUs.
     """
 
-    _engine_class: ClassVar[Callable[..., Generation]] = Generation
-
     def __init__(
         self,
         session: ClusterSession,
@@ -127,6 +134,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         if isinstance(self._scorer, EnvironmentScorer):
             self.environment = self._scorer.environment
         self.scores_on_a_gpu = scorer is None and scores_on_a_gpu(session, settings)
+        self._config = settings.generation
         setup = GenerationSetup(
             model_folder=model_folder,
             config=settings.generation,
@@ -144,6 +152,12 @@ class Sampler(AbstractContextManager["Sampler"]):
             self.generation = CustomEngineAdapter(generation, setup, gate=gate)
         self._max_failed_fraction = settings.rollouts.max_failed_fraction
         self.engine = self._rollout_engine(settings)
+
+    @property
+    def _engine_class(self) -> Callable[..., Generation]:
+        at_once = self.environment is None or answers_at_once(self.environment)
+        takes_requests = isinstance(self._config, VllmGenerationConfig) and not at_once
+        return TurnGeneration if takes_requests else Generation
 
     def _rollout_engine(self, settings: RolloutSettings) -> RolloutEngine:
         if self.environment is None:

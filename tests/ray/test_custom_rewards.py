@@ -65,7 +65,9 @@ def test_a_custom_environment_plays_two_turns_in_actors(session: Any, tiny_model
     for rollout in rollouts:
         first, second = rollout.turn_rewards
         assert (first, second in (0.25, 1.0)) == (0.0, True)
-        roles, texts = zip(*rollout.messages[:4], strict=True)
+        roles, texts = (
+            tuple(each[key] for each in rollout.messages[:4]) for key in ("role", "content")
+        )
         assert roles == ("user", "assistant", "environment", "assistant")
         assert texts[2] == f"{sum(int(each) for each in texts[1] if each.isdigit())}+"
     assert "environment_right_fraction" in result.metrics[0]

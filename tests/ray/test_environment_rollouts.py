@@ -372,7 +372,7 @@ def played(
 
 def policy_turns(rollout: Rollout) -> Said:
     """Returns the policy's turns as text; several if an environment answers."""
-    turns = [text for role, text in rollout.messages if role == "assistant"]
+    turns = [each["content"] for each in rollout.messages if each["role"] == "assistant"]
     return tuple(turns) or (rollout.text,)
 
 
@@ -440,7 +440,7 @@ def test_tokens_are_those_that_the_engine_sent(played: Played) -> None:
     num_taken = 0
     for rollout in played.rollouts:
         made, asked = rollout.completion, rollout.prompt.token_ids
-        texts = [text for role, text in rollout.messages if role == "environment"]
+        texts = [each["content"] for each in rollout.messages if each["role"] == "environment"]
         for is_own, start, end in runs(rollout):
             piece = (made.token_ids[start:end], made.logprobs[start:end])
             if is_own:

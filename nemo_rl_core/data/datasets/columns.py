@@ -14,10 +14,7 @@ from nemo_rl_core.data.frame_faults import invalid_fix, summarize_faults
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
-_UNUSED = (
-    *("image", "images", "video", "videos", "audio", "audios"),
-    *("tools", "functions", "available_tools"),
-)
+_UNUSED = ("image", "images", "video", "videos", "audio", "audios")
 """Columns that are part of the question and that no stage reads yet."""
 _ABSENT = object()
 _MAX_FAULTS = 1000

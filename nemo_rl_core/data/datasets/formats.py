@@ -39,6 +39,7 @@ from nemo_rl_core.data.datasets.unwritten import (
     text_columns,
     written_content,
 )
+from nemo_rl_core.data.tools import SPELLINGS
 from nemo_rl_core.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ def _format_of(present: set[str], form: RowFormat, where: str) -> RecordFormat:
 
 
 def _used(row_format: RecordFormat, published: PublishedFormat | None) -> set[str]:
-    used = {"id", "task", "metadata"}
+    used = {"id", "task", "metadata", *SPELLINGS}
     if published is None:
         return {*row_format.required, *row_format.optional, *used} - {*CONTENT}
     kept = {*published.answers} - {*KNOWN_COLUMNS} if row_format.is_prompt else set()

@@ -138,10 +138,8 @@ def _after_messages(record: Record) -> dict[str, Any]:
 
 def _preferred_output(record: Record) -> dict[str, Any]:
     request = record.get("input") or {}
-    if request.get("tools"):
-        raise ValueError("has tools, which would not reach the model")
     outputs = (record.get(name) for name in ("preferred_output", "non_preferred_output"))
-    return _pair(request.get("messages"), *outputs)
+    return {**_pair(request.get("messages"), *outputs), "tools": request.get("tools")}
 
 
 def _named(prompt: str, chosen: str, rejected: str) -> PublishedFormat:

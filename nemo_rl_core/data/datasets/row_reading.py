@@ -26,6 +26,7 @@ from nemo_rl_core.data.datasets.row_converters import (
     text_row,
 )
 from nemo_rl_core.data.json_values import parsed
+from nemo_rl_core.data.tools import SPELLINGS, stored_tools
 from nemo_rl_core.types import Row
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ class RowReading:
         return self.prompts.write(rows, numbers, rows_of(source), first)
 
     def _table(self, chunk: "pa.Table", first: int) -> "pa.Table | None":
-        if self.prompts.writes or self.content or self.faults.lost:
+        has_tools = not {*SPELLINGS}.isdisjoint(chunk.column_names)
+        if self.prompts.writes or self.content or self.faults.lost or has_tools:
             return None
         understood = chunk
         if self.published is not None:
@@ -163,7 +165,15 @@ class RowReading:
         row = self.row_format.row({**readable, **kinds, **content, **published})
         added = {"metadata": published["metadata"]} if "metadata" in published else {}
         metadata = _metadata({**record, **added}, self.others)
-        return None if row is None else {**row, "metadata": metadata}
+        if row is None:
+            return None
+        tools = ({**record, **readable}.get(name) for name in SPELLINGS)
+        definitions = stored_tools(next(filter(has_content, tools), None))
+        if definitions == "[]":
+            return {**row, "metadata": metadata}
+        if "text" in row:
+            raise ValueError("has tools, which would not reach the model (data.drop_columns)")
+        return {**row, "tools": definitions, "metadata": metadata}
 
 
 def _metadata(record: Mapping[str, Any], others: Sequence[str]) -> Any:

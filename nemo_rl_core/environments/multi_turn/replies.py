@@ -1,9 +1,11 @@
 """Rows of an `EnvironmentReturn`: making, checking, joining and splitting them."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_rl_core.distributed.event_loop import run_on_loop
 from nemo_rl_core.environments.interfaces import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -11,15 +13,24 @@ from nemo_rl_core.environments.interfaces import (
     attempt,
     checked,
     failure,
+    raised,
 )
 from nemo_rl_core.errors import RewardError
 
 ROLE = "environment"
+SHOWN_TOOLS = "shown_tools"
+"""Key of an episode's first metadata with the tools that the chat template has written, if any."""
+REPORTED = ("outcomes", "faults")
+"""Keys of turns for records and metrics, which chat templates do not get."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One row of an `EnvironmentReturn`; with an `error`, the conversation has ended."""
+    """One row of an `EnvironmentReturn`; with an `error`, the conversation has ended.
+
+    Attributes:
+        turns: Several turns instead of an observation, such as results of tools.
+    """
 
     reward: float = 0.0
     terminated: bool = True
@@ -30,6 +41,12 @@ class Reply:
     error: str | None = None
     role: str = ROLE
     truncation_reward: float = 0.0
+    turns: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Turns to append: `turns`, or else one of the observation."""
+        return [*self.turns] or [{"role": self.role, "content": self.observation}]
 
 
 def failed(error: RewardError) -> Reply:
@@ -55,7 +72,9 @@ def ask(
     replies: list[Reply] = []
 
     def step() -> float:
-        returned = environment.step(message_log_batch, metadata)
+        returned: Any = environment.step(message_log_batch, metadata)
+        if inspect.iscoroutine(returned):
+            returned = run_on_loop(returned)
         replies.extend(split(returned, len(message_log_batch)))
         return 0.0
 
@@ -86,14 +105,38 @@ def checked_replies(
     """Calls `ask`; a reply with an error or without a finite reward becomes a `RewardError`."""
     source = display_name(environment)
     return [
-        reply if isinstance(reply, RewardError) else _valid(reply, log, source)
+        checked_row(reply, log, source)
         for log, reply in zip(
             message_log_batch, ask(environment, message_log_batch, metadata), strict=True
         )
     ]
 
 
-def _valid(reply: Reply, log: Sequence[Message], source: str) -> Reply | RewardError:
+async def checked_reply(
+    environment: Any, log: Sequence[Message], metadata: Any
+) -> Reply | RewardError:
+    """Awaits the `step` of an environment for one conversation; see `checked_replies`."""
+    context = {"prompt": log[0]["content"], "completion": log[-1]["content"]}
+    try:
+        (reply,) = split(await environment.step([log], [metadata]), 1)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (becomes an outcome)
+        return raised(error, source=display_name(environment), **context)
+    return checked_row(reply, log, display_name(environment))
+
+
+async def end_episode(environment: Any, metadata: Any) -> None:
+    """Calls an environment's `end_episode`, if it has one, with the last metadata."""
+    end = getattr(environment, "end_episode", None)
+    if end is not None and inspect.isawaitable(ended := end(metadata)):
+        await ended
+
+
+def checked_row(
+    reply: Reply | RewardError, log: Sequence[Message], source: str
+) -> Reply | RewardError:
+    """Returns a reply, or a `RewardError` if it has an error or no finite reward."""
+    if isinstance(reply, RewardError):
+        return reply
     context = {"prompt": log[0]["content"], "completion": log[-1]["content"], "source": source}
     if reply.error is not None:
         return failure("could not score", reply.error, **context)
@@ -111,7 +154,7 @@ def joined_replies(replies: Sequence[Reply]) -> EnvironmentReturn:
     import torch
 
     return EnvironmentReturn(
-        observations=[{"role": each.role, "content": each.observation} for each in replies],
+        observations=[each.messages if each.turns else each.messages[0] for each in replies],
         metadata=[each.metadata for each in replies],
         next_stop_strings=[each.stop_strings for each in replies],
         rewards=torch.tensor([each.reward for each in replies], dtype=torch.float32),
@@ -143,13 +186,14 @@ def split(returned: EnvironmentReturn, num_rows: int) -> list[Reply]:
     columns = (
         rewards,
         ended,
-        [each["content"] for each in messages],
+        ["" if isinstance(each, list) else each["content"] for each in messages],
         returned.metadata or nothing,
         returned.next_stop_strings or nothing,
         returned.answers or nothing,
         returned.errors or nothing,
-        [each["role"] for each in messages],
+        [ROLE if isinstance(each, list) else each["role"] for each in messages],
         truncation_rewards,
+        [tuple(each) if isinstance(each, list) else () for each in messages],
     )
     replies = [Reply(*row) for row in zip(*columns, strict=True)]
     if len(replies) != num_rows:

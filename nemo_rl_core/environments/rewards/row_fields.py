@@ -10,15 +10,18 @@ from nemo_rl_core.types import Rollout
 Fields = Mapping[str, Any]
 """Arguments of reward functions by name."""
 COLUMNS: Final = ("answer", "task", "id", "metadata")
-TEXTS: Final = ("prompt", "completion", "response", "completion_ids")
+TEXTS: Final = ("prompt", "completion", "response", "completion_ids", "messages")
 """Fields that are not columns; columns of the row with these names are only in `metadata`."""
 
 
 def fields_of(rollout: Rollout) -> dict[str, Any]:
     """Returns the fields of a rollout; without `answer` if the row has none."""
     prompt = rollout.prompt
+    turns = messages_of(prompt.text) or [{"role": "user", "content": prompt.text}]
+    messages = rollout.messages or (*turns, {"role": "assistant", "content": rollout.text})
     fields = given_fields(prompt.text, rollout.text, json.loads(prompt.metadata))
-    fields |= {"task": prompt.task, "completion_ids": list(rollout.completion.token_ids)}
+    fields |= {"task": prompt.task, "messages": list(messages)}
+    fields |= {"completion_ids": list(rollout.completion.token_ids)}
     # The columns are left out if the row has no answer, or the episode no id.
     fields |= {"id": prompt.id} if prompt.id else {}
     return fields | ({"answer": prompt.answer} if prompt.answer else {})

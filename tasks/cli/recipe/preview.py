@@ -61,7 +61,7 @@ def preview(
     if model is None:
         raise click.UsageError("Missing option '--model': a folder with the tokenizer")
     from nemo_rl_core.data.pretrained import load_tokenizer
-    from nemo_rl_core.data.preview import LEGEND, read_row
+    from nemo_rl_core.data.preview import LEGEND, read_row, tools_line
     from nemo_rl_core.data.preview import preview as as_text
 
     row_format = RowFormat.of({"columns": _by_name(columns)}) if columns else None
@@ -72,8 +72,9 @@ def preview(
             raise
         fix = f"{error.fix}; of this command: --columns YOUR_COLUMN=prompt"
         raise type(error)(error.problem, error.expected, error.got, fix) from error
-    shown = as_text(chosen, load_tokenizer(model), color=sys.stdout.isatty())
-    click.echo(f"{shown}\n\n{LEGEND}", color=True)  # unchanged, in a pipe too
+    text = as_text(chosen, load_tokenizer(model), color=sys.stdout.isatty())
+    shown = "\n\n".join([*tools_line(chosen), text, LEGEND])
+    click.echo(shown, color=True)  # unchanged, in a pipe too
 
 
 def _refuse_options_of_data() -> None:

@@ -1,5 +1,6 @@
 """Rows of a recipe as its stages read them: prompts, templates and masks."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ from nemo_rl_core.config.data import DataConfig, FileData, HubData
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel, SmallModel, TextModelFromConfig
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer
-from nemo_rl_core.data.preview import preview, read_row
+from nemo_rl_core.data.preview import preview, read_row, tools_line
 from nemo_rl_core.data.schemas import row_kind
 from nemo_rl_core.data.template_variables import set_template
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
+from nemo_rl_core.data.tools import tools_of
 from nemo_rl_core.environments.contents import located_model
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.rollouts.prompts import shown_tools
 from nemo_rl_core.store import remote
 from tasks.cli.pipelines import Pipelines
 from tasks.cli.recipe.recipe_pipeline import pipeline_of
@@ -32,8 +35,9 @@ def preview_recipe(
     """Formats a training row of a recipe; for a sweep, that of its first point.
 
     Returns:
-        For a prompt, the text from which completions are sampled, and the answer. Then the row with
-        its trained tokens, unless it is a prompt and the recipe has no supervised fine-tuning.
+        The arguments of the chat template and the tools, if any. For a prompt, the text
+        from which completions are sampled, and the answer. Then the row with its trained tokens,
+        unless it is a prompt and the recipe has no supervised fine-tuning.
     """
     name = pipeline_of(recipe, pipelines)
     chosen = chosen_pipeline(name, [recipe, *settings], pipelines=pipelines)
@@ -41,10 +45,16 @@ def preview_recipe(
     data = experiment.data
     row = read_row(data, number, data, seed=experiment.seed, name=_name_of_data(data))
     tokenizer = load_tokenizer(model) if model else _tokenizer_of(experiment.model)
+    set_template(tokenizer, experiment.model)
     is_prompt = row_kind(row) == "prompts"
-    blocks = []
+    arguments = experiment.model.chat_template_kwargs
+    blocks = [f"template arguments: {json.dumps(arguments)}"] if arguments else []
+    environment = getattr(experiment, "environment", None)
+    if is_prompt and environment and (shown := shown_tools(environment, tokenizer)):
+        row = {**row, "tools": shown(row["task"], row.get("tools") or "[]")}
+    blocks += tools_line(row)
     if is_prompt:
-        ids = prompt_token_ids(tokenizer, row["prompt"])
+        ids = prompt_token_ids(tokenizer, row["prompt"], tools=tools_of(row))
         blocks.append(f"prompt: {len(ids)} tokens\n{tokenizer.decode(ids)}")
         blocks.append(f"answer: {row['answer']}")
     if not is_prompt or (row["completion"] and experiment.sft is not None):
@@ -72,5 +82,4 @@ def _tokenizer_of(model: ModelConfig) -> Any:
                 fix="name a folder with the tokenizer: --model FOLDER",
             )
         tokenizer = load_tokenizer(Path(located.name).expanduser())
-    set_template(tokenizer, model)
     return tokenizer

@@ -100,11 +100,17 @@ def test_a_boundary_that_moves_is_refused_and_named(byte_bpe: Any) -> None:
         supervised_example(plain, "a", "bab")
 
 
-def test_a_template_that_renders_earlier_turns_differently_is_refused(byte_bpe: Any) -> None:
+def test_an_answer_follows_its_prompt_if_the_template_changes_the_prompt(byte_bpe: Any) -> None:
     template = "{{ messages | length }}" + CHATML
     shifting = PreTrainedTokenizerFast(
         tokenizer_object=byte_bpe.backend_tokenizer, eos_token="<|im_end|>", chat_template=template
     )
+    example = supervised_example(shifting, "a", "b")
+    assert shifting.decode(example.token_ids) == (
+        "1<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
+    )
+    assert example.num_trained_tokens == 2
+    shifting.chat_template = CHATML.replace("assistant\n{% endif %}", "other\n{% endif %}")
     with pytest.raises(DataError, match="cannot be split"):
         supervised_example(shifting, "a", "b")
 

@@ -66,7 +66,11 @@ CASES: list[tuple[Callable[[int], dict[str, Any]], dict[str, Any], str]] = [
     (_with_content, {"conversations": [{"from": "bing", "value": "x"}]}, "has a turn from 'bing'"),
 ]
 LOST = [
-    (_conversation, {"tools": [{"name": "add"}]}, "has tools, which would not reach the model"),
+    (
+        _conversation,
+        {"tools": [{"name": "add"}]},
+        "has tools that the chat template does not write",
+    ),
     (_conversation, {"context": "A text."}, "has context, which would not reach the model"),
     (_pair, {"documents": ["A text."]}, "has documents, which would not reach the model"),
     (_conversation, {"messages": CALLING}, "has tool_calls in a turn of 'assistant'"),

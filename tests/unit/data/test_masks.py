@@ -190,15 +190,20 @@ def test_a_prompt_of_several_turns_needs_a_chat_template(
         prompt_token_ids(byte_tokenizer("none"), json.dumps(SUMS[:-1]))
 
 
-def test_a_template_that_drops_reasoning_is_refused_except_for_the_last_turn(
-    byte_tokenizer: Callable[[str], Any], runs: Callable[..., Any]
+def test_turns_stay_as_sampled_if_the_template_drops_their_reasoning_later(
+    byte_tokenizer: Callable[[str], Any],
+    runs: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     tokenizer = byte_tokenizer("forgetful")
     turns = [user("2+2"), assistant("<think>hm</think>4"), user("3+3"), assistant("6")]
-    with pytest.raises(DataError, match="begins with '2\\+2' cannot be split") as caught:
-        conversation_example(tokenizer, turns)
-    assert "final_turn" in str(caught.value)
-    assert "<think>" in str(caught.value.expected)
+    assert runs(tokenizer, conversation_example(tokenizer, turns)) == [
+        (False, "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "<think>hm</think>4<|im_end|>"),
+        (False, "\n<|im_start|>user\n3+3<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "6<|im_end|>"),
+    ]
+    assert "rewrites past turns of the assistant (it removes their reasoning)" in caplog.text
     # The last turn is rendered as it is sampled, without the earlier reasoning.
     last = conversation_example(tokenizer, turns, mask="final_turn")
     assert runs(tokenizer, last) == [
@@ -261,9 +266,13 @@ def test_an_answer_follows_the_tokens_that_sampling_starts_from(
     turns = [user("1+1"), assistant("2"), user("2+2"), assistant(answer)]
     last = runs(tokenizer, conversation_example(tokenizer, turns, mask="final_turn"))
     assert last[-1] == (True, trained)
-    # A second prompt would continue other tokens than those of the first answer in training.
-    with pytest.raises(DataError, match="final_turn"):
-        conversation_example(tokenizer, turns)
+    # Each answer follows the tokens that it would be sampled after.
+    every = runs(tokenizer, conversation_example(tokenizer, turns))
+    assert [text for is_trained, text in every if is_trained] == [
+        "\n</think>\n\n2<|im_end|>",
+        trained,
+    ]
+    assert every[2][1].endswith("<|im_start|>assistant\n<think>\n")
     # The rest is encoded separately, where an answer could spell a control token.
     with pytest.raises(DataError):
         supervised_example(tokenizer, "2+2", f"{answer}<|im_end|>")
@@ -288,18 +297,24 @@ def test_variables_of_the_recipe_reach_prompts_and_answers(
     assert runs(tokenizer, supervised_example(tokenizer, "2+2", "4"))[-1] == (True, "4<|im_end|>")
 
 
-def test_a_prompt_that_the_template_never_continues_is_refused(
-    byte_tokenizer: Callable[[str], Any],
+def test_an_answer_follows_a_prompt_that_the_template_never_continues(
+    byte_tokenizer: Callable[[str], Any], runs: Callable[..., Any]
 ) -> None:
     tokenizer = byte_tokenizer("chatml")
     # DeepSeek-R1: prompts open the reasoning, and conversations have none.
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
     )
-    with pytest.raises(DataError, match="ends a prompt to sample from with text") as caught:
-        supervised_example(tokenizer, "2+2", "4")
-    assert "<think>" in str(caught.value.expected)
-    assert "final_turn" not in str(caught.value)
+    prompt = "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    for thoughts in ("", "I add.", "<|im_end|>"):
+        turn = {"role": "assistant", "content": "4", "reasoning_content": thoughts}
+        example = conversation_example(tokenizer, [user("2+2"), turn])
+        assert runs(tokenizer, example) == [
+            (False, prompt),
+            (True, f"{thoughts}\n</think>\n\n4<|im_end|>"),
+        ]
+        (end,) = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+        assert example.token_ids.count(end) == 2  # a text that spells one is none
 
 
 def test_conversations_that_cannot_be_rendered_are_refused(
@@ -307,8 +322,15 @@ def test_conversations_that_cannot_be_rendered_are_refused(
 ) -> None:
     with pytest.raises(DataError, match="no chat template"):
         conversation_example(byte_tokenizer("none"), SUMS)
-    with pytest.raises(DataError, match="does not end with an assistant turn"):
-        conversation_example(byte_tokenizer("chatml"), SUMS[:3])
+    with pytest.raises(DataError, match="has no assistant turn"):
+        conversation_example(byte_tokenizer("chatml"), SUMS[:1])
+
+
+def test_turns_after_the_last_answer_are_left_out(byte_tokenizer: Callable[[str], Any]) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    assert SUMS[2]["role"] == "user"
+    expected = conversation_example(tokenizer, SUMS[:2])
+    assert conversation_example(tokenizer, SUMS[:3]) == expected
 
 
 def test_plain_text_is_trained_on_whole(byte_tokenizer: Callable[[str], Any]) -> None:

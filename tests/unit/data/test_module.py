@@ -266,8 +266,13 @@ def test_masks_of_conversations_are_checked_before_anything_starts(
 
     tokenizer = byte_tokenizer("forgetful")
     rows = [row(number) for number in range(4)]
+    assert {*DataModule.of(rows, tokenizer=tokenizer).train["mask"]} == {"all_assistant_turns"}
+    other = byte_tokenizer("forgetful")
+    other.chat_template = other.chat_template.replace(
+        "assistant\n{% endif %}", "other\n{% endif %}"
+    )
     with pytest.raises(DataError, match=r"row 0 \(counted from 0\): the conversation"):
-        DataModule.of(rows, tokenizer=tokenizer)
+        DataModule.of(rows, tokenizer=other)
     data = DataModule.of(rows, tokenizer=tokenizer, policy=RowPolicy(mask="final_turn"))
     assert data.kind == "conversations"
     assert set(data.train["mask"]) == {"final_turn"}

@@ -184,6 +184,51 @@ def test_a_recipe_of_conversations_shows_its_mask(folder: Path) -> None:
     )
 
 
+TOOLS_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}"
+    "{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}(quick){% endif %}"
+)
+
+
+def test_tools_and_template_arguments_are_shown_as_the_run_writes_them(
+    tmp_path: Path, byte_tokenizer: Callable[[str], Any]
+) -> None:
+    tokenizer = byte_tokenizer("none")
+    tokenizer.chat_template = TOOLS_TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "model")
+    tools = [{"name": "find", "parameters": {}}, {"name": "add", "parameters": {}}]
+    rows = [{"prompt": f"{n}+1", "answer": "2", "tools": tools} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = tmp_path / "grpo_mine.yaml"
+    data = f"{{kind: file, train: {tmp_path}/rows.jsonl, validation: {tmp_path}/rows.jsonl}}"
+    recipe.write_text(
+        f"data: {data}\n"
+        f"model: {{kind: pretrained, name: {tmp_path}/model, "
+        "chat_template_kwargs: {enable_thinking: false}}\n"
+    )
+    expected = [
+        'template arguments: {"enable_thinking": false}',
+        "",
+        "tools: find, add",
+        "",
+        "prompt: 34 tokens",
+        "find;add;user:0+1assistant:(quick)",
+    ]
+    assert previewed(str(recipe))[:6] == expected
+    assert previewed(str(recipe), "--model", f"{tmp_path}/model")[:6] == expected
+    from_file = previewed(f"{tmp_path}/rows.jsonl", "--model", f"{tmp_path}/model")
+    assert from_file[0] == "tools: find, add"
+    plain = "\n".join(json.dumps({**row, "tools": None}) for row in rows)
+    (tmp_path / "rows.jsonl").write_text(plain)
+    with recipe.open("a") as file:
+        file.write("environment: {kind: tools, tools: [{kind: calculator}]}\n")
+    of_environment = previewed(str(recipe))
+    assert of_environment[2] == "tools: calculator"
+    assert of_environment[5] == "calculator;user:0+1assistant:(quick)"
+
+
 def test_a_shipped_recipe_is_shown_by_its_name() -> None:
     shown = previewed("grpo_arithmetic")
     assert shown[0].startswith("prompt: ")

@@ -203,8 +203,8 @@ def test_rows_keep_their_numbers_behind_ties() -> None:
     assert (row["id"], row["prompt"]) == ("1", "7: p")
 
 
-@pytest.mark.parametrize("column", ["image", "images", "tools"])
-def test_images_and_tools_are_refused_unless_dropped(column: str) -> None:
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_images_are_refused_unless_dropped(column: str) -> None:
     rows = [{"prompt": "p", "answer": "a", column: None}, {"prompt": "q", "answer": "b"}]
     assert len(_rows(rows)) == 2  # an empty column says nothing
     rows[1][column] = [{"x": 1}]  # type: ignore[assignment]

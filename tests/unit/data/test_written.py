@@ -108,20 +108,24 @@ def test_prompts_and_pairs_are_looked_at_too(byte_tokenizer: Callable[[str], Any
         tokenize_row(tokenizer, pair)
 
 
-def test_a_message_names_the_key_that_the_template_reads(
+def test_reasoning_has_the_key_that_the_template_reads(
     byte_tokenizer: Callable[[str], Any],
 ) -> None:
-    with pytest.raises(DataError, match="rename thinking to reasoning_content"):
-        conversation_example(byte_tokenizer("calls"), [USER, {**ANSWER, "thinking": "I add."}])
+    tokenizer = byte_tokenizer("calls")
+    example, expected = (
+        conversation_example(tokenizer, [USER, {**ANSWER, key: "I add."}])
+        for key in ("thinking", "reasoning_content")
+    )
+    assert example == expected
+    assert "<think>I add.</think>" in tokenizer.decode(example.token_ids)
 
 
 def test_reasoning_of_earlier_turns_may_be_left_out(byte_tokenizer: Callable[[str], Any]) -> None:
     tokenizer = byte_tokenizer("calls")
     example = conversation_example(tokenizer, [USER, THINKING, USER, THINKING], mask="final_turn")
     assert tokenizer.decode(example.token_ids).count("<think>two and two</think>4") == 1
-    # The turn would be trained on without its reasoning, or with it in another context.
-    with pytest.raises(DataError, match="final_turn"):
-        conversation_example(tokenizer, [USER, THINKING, USER, THINKING])
+    example = conversation_example(tokenizer, [USER, THINKING, USER, THINKING])
+    assert tokenizer.decode(example.token_ids).count("<think>two and two</think>4") == 2
 
 
 def test_other_keys_are_named_once(

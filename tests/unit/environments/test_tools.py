@@ -1,274 +1,442 @@
+"""Conversations with tools, turn by turn."""
+
+import asyncio
 import json
-import math
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_core.config.multi_turn import CalculatorTool, PythonTool, RetrieverTool, ToolUse
-from nemo_rl_core.config.single_turn import MathVerify
+from nemo_rl_core.config.multi_turn import FunctionTool, ToolUse
 from nemo_rl_core.environments.adapt import EnvironmentScorer
+from nemo_rl_core.environments.contents import reward_content
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.environments.interfaces import EnvironmentReturn
-from nemo_rl_core.environments.rewards.exact import ExactScorer
-from nemo_rl_core.environments.sandbox import Limits
-from nemo_rl_core.environments.tools import ToolEnvironment, make_tools
-from nemo_rl_core.environments.tools.calculator import calculate
-from nemo_rl_core.environments.tools.environment import ToolCall, find_call
-from nemo_rl_core.environments.tools.python import PythonRunner
-from nemo_rl_core.environments.tools.retriever import Retriever
-from nemo_rl_core.errors import ConfigError, DataError
+from nemo_rl_core.environments.interfaces import EnvironmentReturn, Scorer
+from nemo_rl_core.environments.multi_turn.replies import SHOWN_TOOLS
+from nemo_rl_core.environments.needs import check_targets
+from nemo_rl_core.environments.remote import _End, _EnvironmentActor, _Turn
+from nemo_rl_core.environments.tools.environment import TextCall, ToolEnvironment, find_call
+from nemo_rl_core.environments.tools.sources import make_source, schemas_of
+from nemo_rl_core.errors import ConfigError
+from tests.unit.environments import tools_of_a_user
+
+MODULE = tools_of_a_user.__name__
+SERVER = [sys.executable, str(Path(__file__).parent / "mcp_server.py")]
+ROW = {"answer": "408", "task": "products"}
+
+
+class Answers(Scorer):
+    """Scores 1 for the row's answer; keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Any]] = []
+
+    def score(self, rollouts: Any) -> list[Any]:
+        self.batches.append(list(rollouts))
+        return [float(each.text == each.prompt.answer) for each in rollouts]
+
+
+def environment(*tools: Any, **options: Any) -> ToolEnvironment:
+    names = [f"{MODULE}:{tool}" if isinstance(tool, str) else tool for tool in tools]
+    config = ToolUse.model_validate({"tools": names, "max_calls": 99, **options})
+    return ToolEnvironment(config, [make_source(each) for each in config.tools], Answers())
+
+
+def call(name: str, arguments: Any, id: str | None = None) -> dict[str, Any]:
+    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return made if id is None else {**made, "id": id}
+
+
+def asks(*calls: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": list(calls)}
+
+
+QUESTION = {"role": "user", "content": "12 * 34?"}
+
+
+async def step(
+    made: ToolEnvironment, turn: Mapping[str, Any], before: Mapping[str, Any] | None = None
+) -> EnvironmentReturn:
+    metadata = before or {**ROW, SHOWN_TOOLS: made.tools}
+    return await made.step([[QUESTION, turn]], [metadata])
+
+
+def results(made: ToolEnvironment, *calls: Mapping[str, Any]) -> list[dict[str, Any]]:
+    (turns,) = asyncio.run(step(made, asks(*calls))).observations
+    assert isinstance(turns, list)
+    return turns
+
+
+def contents(made: ToolEnvironment, *calls: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(turn["content"], *turn["outcomes"]) for turn in results(made, *calls)]
+
+
+def test_calls_are_answered_and_the_last_turn_is_scored() -> None:
+    made = environment({"kind": "calculator"}, "echo", max_calls=2)
+    scorer: Any = made._scorer
+
+    async def play() -> None:
+        first = await step(
+            made,
+            asks(
+                call("calculator", {"expression": "12 * 34"}, "c1"),
+                call("echo", '{"text": "ab", "times": 2}'),
+            ),
+        )
+        assert first.observations == [
+            [
+                {
+                    "role": "tool",
+                    "name": "calculator",
+                    "content": "408",
+                    "tool_call_id": "c1",
+                    "outcomes": ["answered"],
+                },
+                {"role": "tool", "name": "echo", "content": "abab", "outcomes": ["answered"]},
+            ]
+        ]
+        assert (first.rewards.tolist(), first.terminateds.tolist()) == ([0.0], [False])
+        last = {"role": "assistant", "content": "408", "reasoning_content": "I know"}
+        final = await made.step(
+            [[QUESTION, asks(), *first.observations[0], last]], [first.metadata[0]]
+        )
+        assert (final.rewards.tolist(), final.terminateds.tolist()) == ([1.0], [True])
+        # A further call is one too many, and its turn is the answer.
+        third = await step(made, asks(call("echo", {"text": "x"})), first.metadata[0])
+        assert (third.rewards.tolist(), third.terminateds.tolist()) == ([0.0], [True])
+
+    asyncio.run(play())
+    scored = scorer.batches[0][0]
+    assert (scored.prompt.text, scored.text, scored.prompt.metadata) == ("12 * 34?", "408", "{}")
+    roles = [turn["role"] for turn in scored.messages]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant"]
 
 
 @pytest.mark.parametrize(
-    ("expression", "value"),
+    ("asked", "answer", "outcome"),
     [
-        ("1 + 2", "3"),
-        ("3 * (4 + 5)", "27"),
-        ("-7 // 2", "-4"),
-        ("-7 % 3", "2"),
-        ("1 / 4", "0.25"),
-        ("2^10", "1024"),
-        ("2**0.5", repr(math.sqrt(2))),
-        ("--3", "3"),
-        ("1e3", "1000.0"),
-        (" 5 \u2212 3 \u00d7 2 ", "-1"),
+        (call("clock", {}), "error: there is no tool 'clock', only echo, fail", "unknown"),
+        (call("echo", {}), "error: arguments: 'text' is a required property", "arguments"),
+        (
+            call("echo", {"text": "a", "times": "2"}),
+            "error: times: '2' is not of type 'integer'",
+            "arguments",
+        ),
+        (
+            call("echo", {"text": "a", "n": 2}),
+            "error: got an unexpected keyword argument 'n'",
+            "arguments",
+        ),
+        (call("echo", "a"), "error: arguments must be an object with text, times", "arguments"),
+        (call("fail", {"kind": "value"}), "error: no", "raised"),
+        (call("fail", {"kind": "key"}), "error: KeyError: 'x'", "raised"),
+        (call("fail", {"kind": "exit"}), "error: RuntimeError: SystemExit(3)", "raised"),
+        (call("echo", {"text": "y" * 99}), "y" * 60 + " ...", "answered"),
+        (call("echo", {"text": "\ud800"}), "?", "answered"),
     ],
 )
-def test_the_calculator_calculates(expression: str, value: str) -> None:
-    assert calculate(expression) == value
+def test_what_goes_wrong_is_an_answer(asked: Any, answer: str, outcome: str) -> None:
+    made = environment("echo", "fail", max_result_characters=60)
+    assert contents(made, asked) == [(answer, outcome)]
+
+
+def test_a_call_ends_at_its_time_limit_and_others_do_not() -> None:
+    made = environment("sleep", "fetch", "echo", call_timeout_seconds=0.2)
+    assert contents(
+        made,
+        call("sleep", {"seconds": 9}),
+        call("fetch", {"seconds": 9}),
+        call("fetch", {"seconds": 0.01}),
+        call("echo", {"text": "a"}),
+    ) == [
+        ("error: no answer within 0.2 s", "timeout"),
+        ("error: no answer within 0.2 s", "timeout"),
+        ('{"waited": 0.01}', "answered"),
+        ("a", "answered"),
+    ]
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["sleep", "fetch"]), st.integers(0, 9)), max_size=8))
+def test_answers_are_in_the_order_of_the_calls_whatever_their_duration(pairs: Any) -> None:
+    made = environment("sleep", "fetch")
+    calls = [
+        call(name, {"seconds": number / 300}, str(k)) for k, (name, number) in enumerate(pairs)
+    ]
+    answers = results(made, *calls) if calls else []
+    assert [each["tool_call_id"] for each in answers] == [each["id"] for each in calls]
+    values = [json.loads(each["content"]) for each in answers]
+    assert values == [
+        {"waited": number / 300} if name == "fetch" else number / 300 for name, number in pairs
+    ]
+
+
+def test_calls_that_cannot_be_read_are_answered_and_counted() -> None:
+    made = environment("echo")
+    faults = ["the arguments are not JSON", "the call has no name"]
+
+    async def play() -> Any:
+        only = await step(made, {"role": "assistant", "content": "", "faults": faults})
+        both = await step(made, {**asks(call("echo", {"text": "a"})), "faults": faults[:1]})
+        return only, both
+
+    only, both = asyncio.run(play())
+    text = "error: the arguments are not JSON"
+    assert only.observations == [
+        [
+            {
+                "role": "tool",
+                "content": f"{text}\nerror: the call has no name",
+                "outcomes": ["malformed"] * 2,
+            }
+        ]
+    ]
+    assert only.metadata[0]["num_calls"] == 2
+    (turn,) = both.observations[0]
+    assert (turn["content"], turn["outcomes"]) == (f"a\n{text}", ["answered", "malformed"])
+    messages = [tuple(only.observations[0]), (QUESTION, turn), ()]
+    _, metrics = made.global_post_process_and_metrics({"messages": messages})
+    assert metrics == {
+        "calls_per_episode": 4 / 3,
+        "failed_calls": 0.75,
+        "failed_calls_unknown": 0.0,
+        "failed_calls_arguments": 0.0,
+        "failed_calls_malformed": 0.75,
+        "failed_calls_timeout": 0.0,
+        "failed_calls_raised": 0.0,
+    }
+
+
+def test_each_episode_has_an_object_whose_calls_are_in_order() -> None:
+    tools_of_a_user.closed.clear()
+    target = {"kind": "function", "target": f"{MODULE}:Account", "arguments": {"balance": 10}}
+    made = environment(target)
+    assert made.stateful
+
+    async def play() -> list[Any]:
+        states: list[Any] = [{**ROW, "bonus": bonus, SHOWN_TOOLS: made.tools} for bonus in (0, 100)]
+        seen: list[Any] = []
+        for amounts in ((1, 2), (3,)):
+            for episode in (0, 1):  # the two take turns
+                turn = asks(*(call("pay", {"amount": amount}) for amount in amounts))
+                answer = await step(made, turn, states[episode])
+                states[episode] = answer.metadata[0]
+                seen.append([each["content"] for each in answer.observations[0]])
+        await step(made, {"role": "assistant", "content": "408"}, states[0])
+        await made.end_episode(states[1])  # a limit has cut it
+        lost = await step(made, asks(call("pay", {"amount": 1})), states[1])
+        return [*seen, lost.errors]
+
+    # Without order, 10 - 2 would come before 10 - 1, which takes longer.
+    *seen, errors = asyncio.run(play())
+    assert seen == [["9", "7"], ["109", "107"], ["4"], ["104"]]
+    assert tools_of_a_user.closed == [4, 104]
+    assert "the objects of the episode's tools are lost" in errors[0]
+
+
+def test_the_actor_of_an_environment_keeps_the_objects_of_its_episodes() -> None:
+    tools_of_a_user.closed.clear()
+    actor = _EnvironmentActor(lambda: environment("Account"))
+    assert actor.start().is_stateful
+    turn = asks(call("pay", {"amount": 2}))
+    metadata = {**ROW, SHOWN_TOOLS: schemas_of([FunctionTool(target=f"{MODULE}:Account")])}
+    seen = []
+    for _ in range(2):
+        ((reply, _),) = actor.run([_Turn([QUESTION, turn], metadata)])
+        metadata = reply.metadata
+        seen.append(reply.messages[0]["content"])
+    actor.run([_End(metadata)])
+    assert (seen, tools_of_a_user.closed) == (["-2", "-4"], [-4])
+    actor.close()
+
+
+def test_an_object_cannot_speak_before_the_policy() -> None:
+    (error,) = asyncio.run(step(environment("Greeting"), asks(call("greet", {})))).errors or ()
+    assert "Greeting.reset returned str" in str(error)
 
 
 @pytest.mark.parametrize(
-    "expression",
+    ("target", "message"),
     [
-        "",
-        "x",
-        "__import__('os')",
-        "(1).__class__",
-        "[1][0]",
-        "'a' * 3",
-        "True",
-        "1j",
-        "1 if 1 else 2",
-        "1 < 2",
-        "lambda: 1",
-        "1 / 0",
-        "0 ** -1",
-        "(-8) ** 0.5",
-        "9 ** 9 ** 9",
-        "2 ** 5000",
-        "10.0 ** 400",
-        "(" * 250 + ")" * 250,
-        "1 +",
-        "1; 2",
-        "1" * 501,
-        "1 << 100",
-        "\x00",
+        ("without_hint", "query is missing a type hint"),
+        ("without_description", "no description for the argument 'query'"),
+        ("without_docstring", "it has no docstring"),
+        ("Empty", "has no tools"),
+        ("nothing", "no function"),
     ],
 )
-def test_the_calculator_refuses_other_expressions(expression: str) -> None:
-    with pytest.raises(ValueError, match=r"\w"):
-        calculate(expression)
+def test_a_tool_that_cannot_be_described_is_refused_before_the_run(
+    target: str, message: str
+) -> None:
+    config = ToolUse.model_validate({"tools": [f"{MODULE}:{target}"]})
+    with pytest.raises(ConfigError, match=message):
+        check_targets(config)
 
 
-@given(st.integers(-999, 999), st.integers(-999, 999), st.sampled_from("+-*"))
-def test_the_calculator_agrees_with_integers(a: int, b: int, sign: str) -> None:
-    expected = {"+": a + b, "-": a - b, "*": a * b}[sign]
-    assert calculate(f"({a}) {sign} ({b})") == str(expected)
+def test_the_arguments_of_a_class_and_equal_names_are_checked() -> None:
+    wrong = {"kind": "function", "target": f"{MODULE}:Account", "arguments": {"money": 1}}
+    with pytest.raises(ConfigError, match="money"):
+        check_targets(ToolUse.model_validate({"tools": [wrong]}))
+    twice = [{**wrong, "arguments": {"balance": balance}} for balance in (1, 2)]
+    with pytest.raises(ConfigError, match="several tools of the name 'pay'"):
+        check_targets(ToolUse.model_validate({"tools": twice}))
+    with pytest.raises(ValueError, match="repeats a tool"):
+        ToolUse.model_validate({"tools": [f"{MODULE}:echo"] * 2})
 
 
-@given(st.text(alphabet="0123456789+-*/^%(). e", max_size=60))
-def test_the_calculator_gives_a_number_or_a_value_error(text: str) -> None:
-    started = time.monotonic()
-    try:
-        float(calculate(text))
-    except (ValueError, OverflowError):
-        assert time.monotonic() - started < 100
+def test_schemas_are_those_of_transformers() -> None:
+    from transformers.utils import get_json_schema
+
+    config = ToolUse.model_validate({"tools": [f"{MODULE}:echo", f"{MODULE}:Account"]})
+    assert schemas_of(config.tools) == [
+        get_json_schema(tools_of_a_user.echo),
+        get_json_schema(tools_of_a_user.Account.pay),
+    ]
 
 
-def test_bm25_matches_its_formula() -> None:
-    retriever = Retriever(["the cat sat", "the dog", "a cat and a cat in a hat"])
-    # n = 3, lengths 3, 2, 8, average 13 / 3; "cat" is in two of them.
-    idf = math.log(1 + (3 - 2 + 0.5) / (2 + 0.5))
-    first = idf * 1 * 2.5 / (1 + 1.5 * (0.25 + 0.75 * 3 / (13 / 3)))
-    third = idf * 2 * 2.5 / (2 + 1.5 * (0.25 + 0.75 * 8 / (13 / 3)))
-    assert retriever.scores("cat") == pytest.approx([first, 0.0, third])
-    assert retriever.scores("CAT, cat!") == pytest.approx([2 * first, 0.0, 2 * third])
+def test_the_source_of_a_tool_is_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    served = {"kind": "mcp", "command": [sys.executable, "server.py"]}
+    for tool in ("key_tools:a", served):
+        config = ToolUse.model_validate({"tools": [tool]})
+        digests = []
+        for text in ("a = 1", "a = 2"):
+            Path("key_tools.py").write_text(text)
+            Path("server.py").write_text(text)
+            digests.append(reward_content(config))
+        assert digests[0] != digests[1]
 
 
-def test_the_best_passages_come_first_and_ties_keep_their_order(tmp_path: Path) -> None:
-    lines = ["Paris is in France", "Rome is in Italy", "Lyon is in France", "France"]
-    (tmp_path / "facts.txt").write_text("\n".join(lines) + "\n\n")
-    rows = [json.dumps({"text": line}) for line in lines]
-    (tmp_path / "facts.jsonl").write_text("\n".join(rows))
-    for name in ("facts.txt", "facts.jsonl"):
-        (retriever,) = make_tools([RetrieverTool(path=str(tmp_path / name))]).values()
-        assert retriever("france?") == "France\nParis is in France\nLyon is in France"
-        with pytest.raises(ValueError, match="no passage"):
-            retriever("Berlin")
-
-
-@pytest.mark.parametrize("content", [None, "", "\n\n", '{"title": 1}', "{", "3"])
-def test_a_file_without_passages_is_refused(tmp_path: Path, content: str | None) -> None:
-    path = tmp_path / "facts.jsonl"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(DataError, match="no passages"):
-        Retriever.from_file(path, num_passages=3)
-
-
-def test_python_returns_the_output_or_the_reason_of_a_failure(namespaces: None) -> None:
-    python = PythonRunner(Limits(cpu_seconds=1, memory_mib=128))
-    assert python("print(6 * 7)\nprint('x')") == "42\nx"
-    assert python("") == ""
-    for program, message in (
-        ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero"),
-        ("while True: pass", "the program exceeded its limits"),
-        ("while True: print('y' * 999)", "y\ntoo much output"),
-        ("raise SystemExit(3)", "exit code 3"),
-    ):
-        with pytest.raises(ValueError, match=r"\w") as caught:
-            python(program)
-        assert str(caught.value).endswith(message)
+def test_only_tools_that_the_row_names_can_be_called() -> None:
+    made = environment("echo", "sleep")
+    before = {**ROW, SHOWN_TOOLS: made.tools[:1]}
+    answer = asyncio.run(step(made, asks(call("sleep", {"seconds": 0})), before))
+    assert answer.observations[0][0]["content"] == "error: there is no tool 'sleep', only echo"
 
 
 @pytest.mark.parametrize(
-    ("turn", "call"),
+    ("turn", "found"),
     [
         ("408", None),
         ("", None),
         ("</tool>", None),
-        ("<tool>calculator 1 + 2</tool>", ToolCall("calculator", "1 + 2")),
-        ("Well: <tool> calculator: 1 + 2 </tool> 3", ToolCall("calculator", "1 + 2")),
-        ("<tool>python\nx = 1\nprint(x)\n</tool>", ToolCall("python", "x = 1\nprint(x)")),
-        ("<tool>calculator 1 + 2", ToolCall("calculator", "1 + 2")),
-        ("<tool>a 1</tool><tool>b 2</tool>", ToolCall("a", "1")),
-        ("<tool></tool>", ToolCall("", "")),
-        ("<tool>clock</tool>", ToolCall("clock", "")),
+        ("<tool>calculator 1 + 2</tool>", TextCall("calculator", "1 + 2")),
+        ("Well: <tool> calculator: 1 + 2 </tool> 3", TextCall("calculator", "1 + 2")),
+        ("<tool>python\nx = 1\nprint(x)\n</tool>", TextCall("python", "x = 1\nprint(x)")),
+        ("<tool>calculator 1 + 2", TextCall("calculator", "1 + 2")),
+        ("<tool>a 1</tool><tool>b 2</tool>", TextCall("a", "1")),
+        ("<tool></tool>", TextCall("", "")),
+        ("<tool>clock</tool>", TextCall("clock", "")),
     ],
 )
-def test_calls_are_found(turn: str, call: ToolCall | None) -> None:
-    assert find_call(turn) == call
-
-
-ROW = {"answer": "408", "task": "products"}
-Environment = ToolEnvironment
-
-
-@pytest.fixture
-def environment() -> Environment:
-    config = ToolUse(max_calls=2, max_result_characters=20)
-
-    def broken(argument: str) -> str:
-        raise OSError("the index is gone")
-
-    def echo(argument: str) -> str:
-        return argument
-
-    tools = {**make_tools(config.tools), "broken": broken, "echo": echo}
-    return ToolEnvironment(config, tools, ExactScorer())
-
-
-def _log(*turns: str) -> list[dict[str, str]]:
-    roles = ["user", *["assistant", "environment"] * len(turns)]
-    return [{"role": r, "content": t} for r, t in zip(roles, ["12 * 34?", *turns], strict=False)]
-
-
-def _step(
-    environment: Environment, *turns: str, metadata: dict[str, Any] | None = None
-) -> EnvironmentReturn:
-    return environment.step([_log(*turns)], [metadata or ROW])
-
-
-def test_a_call_is_answered_and_the_answer_scored(environment: Environment) -> None:
-    call = "<tool>calculator 12 * 34</tool>"
-    first = _step(environment, call)
-    assert first.observations == [{"role": "environment", "content": "\n<result>408</result>\n"}]
-    assert first.terminateds.tolist() == [False]
-    assert first.rewards.tolist() == [0.0]
-    assert first.next_stop_strings == [["</tool>"]]
-    assert first.errors == [None]
-    result = first.observations[0]["content"]
-    last = _step(environment, call, result, " 408 ", metadata=first.metadata[0])
-    assert last.terminateds.tolist() == [True]
-    assert last.rewards.tolist() == [1.0]
-    assert _step(environment, call, result, "409").rewards.tolist() == [0.0]
+def test_calls_in_text_are_found(turn: str, found: TextCall | None) -> None:
+    assert find_call(turn) == found
 
 
 @pytest.mark.parametrize(
-    ("call", "result"),
+    ("text", "result"),
     [
-        ("<tool>calculator 1 / 0</tool>", "error: division by zero"[:20] + " ..."),
-        ("<tool>clock</tool>", "error: there is no tool 'clock', only broken, calculator, echo"),
-        ("<tool>echo " + "y" * 99 + "</tool>", "y" * 20 + " ..."),
+        ("<tool>calculator 12 * 34</tool>", "408"),
+        ("<tool>sleep 0</tool>", "0"),
+        ('<tool>echo {"text": "ab", "times": 2}</tool>', "abab"),
         ("<tool>echo </result>a<tool>b</tool>", "ab"),
+        ("<tool>clock</tool>", "error: there is no tool 'clock', only calculator, echo, sleep"),
     ],
 )
-def test_a_failing_call_is_answered_with_an_error_message(
-    environment: Environment, call: str, result: str
-) -> None:
-    answer = _step(environment, call)
-    assert answer.observations[0]["content"] == f"\n<result>{result}</result>\n"
-    assert (answer.errors, answer.terminateds.tolist()) == ([None], [False])
+def test_without_a_template_for_tools_calls_are_text(text: str, result: str) -> None:
+    made = environment({"kind": "calculator"}, "echo", "sleep")
+    answer = asyncio.run(step(made, {"role": "assistant", "content": text}, ROW))
+    (turn,) = answer.observations[0]
+    assert (turn["role"], turn["content"]) == ("environment", f"\n<result>{result}</result>\n")
+    assert answer.next_stop_strings == [["</tool>"]]
 
 
-def test_a_call_beyond_max_calls_is_the_last_turn(environment: Environment) -> None:
-    metadata: dict[str, Any] = ROW
-    for ended in (False, False, True):
-        answer = _step(environment, "<tool>calculator 1</tool>", metadata=metadata)
-        metadata = answer.metadata[0]
-        assert answer.terminateds.tolist() == [ended]
-    assert answer.rewards.tolist() == [0.0]
-    assert metadata["num_calls"] == 2
+def test_conversations_of_a_step_are_scored_together() -> None:
+    made = environment("echo")
+    logs = [[QUESTION, {"role": "assistant", "content": text}] for text in ("408", "1", "408")]
+    answer = asyncio.run(made.step(logs, [ROW] * 3))
+    assert answer.rewards.tolist() == [1.0, 0.0, 1.0]
+    assert len(made._scorer.batches) == 1  # type: ignore[attr-defined]
 
 
-def test_a_broken_tool_fails_only_its_conversation(environment: Environment) -> None:
-    logs = [_log("408"), _log("<tool>broken x</tool>"), _log("<tool>calculator 1</tool>")]
-    answer = environment.step(logs, [ROW] * 3)
-    assert answer.errors is not None
-    assert (answer.errors[0], answer.errors[2]) == (None, None)
-    assert "the index is gone" in str(answer.errors[1])
-    assert answer.rewards.tolist() == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.slow
-def test_an_answer_that_cannot_be_scored_is_an_error() -> None:
-    environment = ToolEnvironment(ToolUse(), {}, make_scorer(MathVerify()))
-    try:
-        rows = [{"answer": answer, "task": "t"} for answer in ("?", "408")]
-        answer = environment.step([_log("so 408"), _log("so 408")], rows)
-    finally:
-        environment.shutdown()
-    assert answer.errors is not None
-    assert "no mathematics" in str(answer.errors[0])
-    assert answer.errors[1] is None
-    assert answer.rewards.tolist() == [0.0, 1.0]
-
-
-def test_python_and_other_tools_together(namespaces: None, tmp_path: Path) -> None:
-    (tmp_path / "facts.txt").write_text("Paris is in France\n")
-    tools = [CalculatorTool(), PythonTool(), RetrieverTool(path=str(tmp_path / "facts.txt"))]
-    config = ToolUse(tools=tools)
-    environment = ToolEnvironment(config, make_tools(tools), ExactScorer())
-    calls = ["python print(sum(range(5)))", "retriever france", "calculator 5 + 5"]
-    answer = environment.step([_log(f"<tool>{call}</tool>") for call in calls], [ROW] * 3)
-    results = ["10", "Paris is in France", "10"]
-    assert [each["content"] for each in answer.observations] == [
-        f"\n<result>{result}</result>\n" for result in results
-    ]
+def test_a_reward_function_reads_the_conversation() -> None:
+    answer = {"kind": "function", "target": f"{MODULE}:few_calls"}
+    scorer: Any = make_scorer(ToolUse.model_validate({"answer": answer}))
+    result = {"role": "tool", "content": "408"}
+    log = [QUESTION, asks(), result, {"role": "assistant", "content": "408"}]
+    returned = asyncio.run(scorer.environment.step([log], [ROW]))
+    assert (returned.errors, returned.rewards.tolist()) == ([None], [0.25])
 
 
 def test_the_config_makes_an_environment() -> None:
-    assert isinstance(make_scorer(ToolUse()), EnvironmentScorer)
+    scorer = make_scorer(ToolUse())
+    assert isinstance(scorer, EnvironmentScorer)
+    scorer.close()
 
 
-def test_a_config_names_each_tool_once() -> None:
-    ToolUse.model_validate({"tools": [{"kind": "calculator"}, {"kind": "python"}]})
-    with pytest.raises(ValueError, match="repeats one"):
-        ToolUse(tools=[CalculatorTool(), CalculatorTool()])
-    with pytest.raises(ConfigError, match="unknown key"):
-        ToolUse.model_validate({"tools": [{"kind": "python", "cpu": 3}]})
+@pytest.mark.slow
+def test_a_server_answers_fails_and_is_started_again() -> None:
+    made = environment({"kind": "mcp", "command": SERVER})
+    each = environment({"kind": "mcp", "command": SERVER, "session": "episode"})
+    assert (made.stateful, each.stateful) == (False, True)
+    assert [each["function"]["name"] for each in made.tools] == ["lookup"]
+
+    async def play() -> list[Any]:
+        seen: list[Any] = []
+        for served, cities in ((made, ["Rome", "Oslo", "Atlantis", "Rome"]), (each, ["Rome"] * 2)):
+            for city in cities:  # each in a new episode
+                answer = await step(served, asks(call("lookup", {"city": city})))
+                (error,) = answer.errors or ()
+                seen.append(error or answer.observations[0][0]["content"])
+            await served._close()
+        return seen
+
+    first, second, error, again, *others = asyncio.run(play())
+    assert (first, second) == ("Rome is call 1", "Oslo is call 2")
+    assert "Connection closed" in error
+    assert again == "Rome is call 1"
+    assert others == ["Rome is call 1"] * 2
+
+
+@pytest.mark.slow
+def test_a_running_server_is_called_over_http() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([*SERVER, str(port)], stderr=subprocess.DEVNULL) as server:
+        for _ in range(300):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.1)
+        made = environment({"kind": "mcp", "url": f"http://127.0.0.1:{port}/mcp"})
+
+        async def play() -> list[Any]:
+            one = await step(made, asks(call("lookup", {"city": "Rome"})))
+            server.kill()
+            server.wait()
+            two = await step(made, asks(call("lookup", {"city": "Rome"})))
+            await made._close()
+            return [one.observations[0][0]["content"], *(two.errors or ())]
+
+        answer, error = asyncio.run(play())
+    assert answer == "Rome is call 1"
+    assert "MCP server of the tool 'lookup' does not answer" in error
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_start_is_refused() -> None:
+    config = ToolUse.model_validate(
+        {"tools": [{"kind": "mcp", "command": [sys.executable, "-c", "1/0"]}]}
+    )
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        check_targets(config)

@@ -37,7 +37,7 @@ def test_changed_rewards_keep_their_positions() -> None:
     assert metrics == {"repeated_fraction": 2 / 3}
 
 
-def test_a_rewards_only_hook_gets_only_rewards_and_its_override_everything() -> None:
+def test_a_rewards_only_hook_gets_no_tokens_and_its_override_everything() -> None:
     class Mean:
         seen: list[str]
 
@@ -55,7 +55,7 @@ def test_a_rewards_only_hook_gets_only_rewards_and_its_override_everything() -> 
     rewards_only, overridden = Mean(), Reads()
     assert post_process_rollouts(rewards_only, scored) == post_process_rollouts(overridden, scored)
     assert post_process_rollouts(rewards_only, scored) == (scored, {"mean": 0.75})
-    assert rewards_only.seen == ["rewards"]
+    assert rewards_only.seen == ["messages", "rewards"]
     assert {"rewards", "completions", "input_ids"} <= set(overridden.seen)
 
 

@@ -107,11 +107,13 @@ USED_BY = {
     ("nemo_rl_core.environments.actor_pool", "RayActorError"),
     ("nemo_rl_core.environments.actor_pool", "RayTaskError"),
     ("nemo_rl_core.environments.interfaces", "(Exception, SystemExit)"),
-    ("nemo_rl_core.environments.interfaces", "RewardError"),
     ("nemo_rl_core.environments.multi_turn.games", "(KeyError, TypeError, ValueError)"),
+    ("nemo_rl_core.environments.multi_turn.replies", "(Exception, SystemExit)"),
     ("nemo_rl_core.environments.multi_turn.verifiers", "Exception"),
     ("nemo_rl_core.environments.needs", "RewardError"),
     ("nemo_rl_core.environments.remote", "RewardError"),
+    ("nemo_rl_core.rollouts.driver", "(Exception, SystemExit)"),
+    ("nemo_rl_core.rollouts.driver", "Exception"),
     ("nemo_rl_core.environments.rewards.awaiting", "(Exception, SystemExit)"),
     (
         "nemo_rl_core.environments.rewards.llm_judge",
@@ -147,8 +149,13 @@ USED_BY = {
     ("nemo_rl_core.environments.rewards.math_worker", "Exception"),
     ("nemo_rl_core.environments.sandbox.launcher", "BaseException"),
     ("nemo_rl_core.environments.sandbox.launcher", "Exception"),
-    # An answer to the model: a tool's ValueError counts; errors of the project are no ValueErrors.
-    ("nemo_rl_core.environments.tools.environment", "ValueError"),
+    # The errors of the project end the conversation; what else a tool raises is an answer.
+    ("nemo_rl_core.environments.tools.calling", "(StopIteration, SystemExit)"),
+    ("nemo_rl_core.environments.tools.calling", "BaseException"),
+    ("nemo_rl_core.environments.tools.calling", "TypeError"),
+    ("nemo_rl_core.environments.tools.environment", "NemoRLError"),
+    ("nemo_rl_core.environments.tools.mcp_source", "Exception"),
+    ("nemo_rl_core.environments.tools.mcp_source", "MCPError"),
 }
 """Handlers that use a caught error where a model could read it, other than raising another."""
 

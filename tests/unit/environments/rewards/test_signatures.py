@@ -110,7 +110,7 @@ def test_trl_functions_run_as_they_are(rollout: Make) -> None:
     ((prompts, completions, answers, names),) = calls
     assert prompts == ["12+34=", "12+34="]
     assert (completions, answers) == (["46", "47"], ["46", "46"])
-    assert names == ["completion_ids", "difficulty", "id", "metadata", "tags", "task"]
+    assert names == ["completion_ids", "difficulty", "id", "messages", "metadata", "tags", "task"]
 
 
 def test_trl_gets_a_conversation_as_messages(rollout: Make) -> None:

@@ -1,0 +1,25 @@
+"""An MCP server for tests, over stdio or, with a port as argument, over HTTP."""
+
+import os
+import sys
+
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("cities")
+calls: list[str] = []
+
+
+@server.tool()
+def lookup(city: str) -> str:
+    """Looks up a city."""
+    if city == "Atlantis":
+        os._exit(3)
+    calls.append(city)
+    return f"{city} is call {len(calls)}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        server.run("streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run("stdio")
