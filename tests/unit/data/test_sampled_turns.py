@@ -30,7 +30,7 @@ CONTROL = re.compile(
 )
 
 PARSERS = {
-    "deepseekv3": "deepseek_v3",
+    **dict.fromkeys(("deepseek_r1_distill", "deepseekv3"), "deepseek_v3"),
     "diffusion_gemma": "hf",
     **dict.fromkeys(("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"), "hf"),
     **dict.fromkeys(("glm4moe", "gptoss"), "hf"),
@@ -104,8 +104,8 @@ def turn(*calls: tuple[str, Any], content: str = "", reasoning: str = "") -> dic
 def sampled(name: str, answer: dict[str, Any]) -> list[int]:
     """The tokens that a model samples to write a turn, by the template itself."""
     tokenizer = tokenizer_of(name)
-    if name == "deepseekv3":
-        answer = json.loads(json.dumps(answer))
+    if name.startswith("deepseek"):
+        answer = {**json.loads(json.dumps(answer)), "content": answer["content"] or None}
         for call in answer.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     options = {"tools": TOOLS, "tokenize": False}
@@ -298,7 +298,7 @@ def test_a_parser_is_chosen_by_name() -> None:
     assert TurnReader(tokenizer, parser="granite4").require_calls() == "granite4"
     with pytest.raises(ConfigError, match=r"got: tried lfm2 \(LFM2 tool parser could not locate"):
         TurnReader(tokenizer, parser="lfm2").require_calls()
-    with pytest.raises(ConfigError, match="fix: write hermes"):
+    with pytest.raises(ConfigError, match="has no tool parser 'hermies'"):
         TurnReader(tokenizer, parser="hermies").require_calls()
     # A template that writes no calls proves nothing: the parser is the user's choice.
     silent = TurnReader(tokenizer_of("phi3"), parser="hermes")
