@@ -313,7 +313,8 @@ def _proven(tokenizer: Any, template: str, name: str | None) -> _CallParser:
         tried.append(form.parser)
         try:
             parser = _CallParser(tokenizer, form)
-        except (RuntimeError, TypeError, ValueError) as error:  # the vocabulary lacks a token
+        # A token of the vocabulary or a package is missing.
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:
             tried[-1] += f" ({error})"
             continue
         needed = [_is_read(parser, tokenizer, turn) for turn in _NEEDED]
