@@ -62,7 +62,8 @@ def _render(tokenizer: Any, turns: list[Turn], options: dict[str, Any]) -> str:
 def _as_the_template_reads(tokenizer: Any, turns: Sequence[Turn]) -> list[Turn]:
     readable = [{key: value for key, value in turn.items() if key != FLAG} for turn in turns]
     template = str(tokenizer.get_chat_template())
-    if readable and readable[0].get("role") == "developer" and "developer" not in template:
+    has_developer = "'developer'" in template or '"developer"' in template
+    if readable and readable[0].get("role") == "developer" and not has_developer:
         readable[0]["role"] = "system"
     reasoning, has_null_content, has_parts = _forms(tokenizer, template)
     for turn in readable:

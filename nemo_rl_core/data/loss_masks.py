@@ -123,10 +123,11 @@ class _Source:
 
     def last_answer(self, ids: list[int]) -> list[int]:
         """Returns the tokens of the last turn through the end of the sequence."""
-        answer = _through_eos(self.tokenizer, ids)
-        template = str(self.tokenizer.chat_template)
-        if self.turns[-1].get("tool_calls") and self.tokenizer.eos_token in template:
-            answer = _through_end_of_turn(self.tokenizer, ids)  # calls may have another end
+        tokenizer, template = self.tokenizer, self.tokenizer.chat_template
+        answer = _through_eos(tokenizer, ids)
+        if self.turns[-1].get("tool_calls") and tokenizer.eos_token in str(template):
+            ended = _through_end_of_turn(tokenizer, ids)  # calls may have another end
+            answer = ended if control_tokens(tokenizer, template).among(ended[-1:]) else answer
         if len(answer) < 2:
             raise DataError(
                 f"{self.row} has an empty completion",

@@ -1,7 +1,7 @@
 """Tokens of conversations, and of the turns that follow a sampled turn.
 
 The policy's tokens stay as sampled: they are neither decoded nor encoded again. The tokens after
-them are the end of a rendering of the whole conversation, with a placeholder for the sampled turn.
+them are the end of a rendering of the full conversation, with a placeholder for the sampled turn.
 If a template writes past turns like new ones, the result equals its rendering. Other templates
 rewrite past turns when others follow: they remove reasoning, for example. Such a difference is
 logged once for each template.
@@ -91,7 +91,7 @@ class Renderer:
             text = "".join(turn["content"] for turn in new)
             return encode_text(tokenizer, text, row=row, add_special_tokens=False)
         rewrites_past(tokenizer, tokenizer.get_chat_template())
-        new = [{**turn, "role": _ROLES.get(turn["role"], turn["role"])} for turn in new]
+        new = [turn | {"role": "user"} if turn["role"] == "environment" else turn for turn in new]
         if MARK in json.dumps(new, ensure_ascii=False):
             raise control_token_error(row, f"{MARK!a}, which is reserved")
         *past, sampled = turns
@@ -161,9 +161,6 @@ class Renderer:
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     differs = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differs, min(len(one), len(other)))
-
-
-_ROLES = {"environment": "user"}
 
 
 def _calling(calls: Sequence[Mapping[str, Any]]) -> Turn:

@@ -16,7 +16,7 @@ _FOLLOWS = {
     "user": ("user", "assistant"),
     "assistant": ("user", "assistant", "tool"),  # a call may be in the text
     "calling assistant": ("tool",),
-    "tool": ("tool", "assistant"),
+    "tool": ("tool", "assistant", "user"),
 }
 """Roles that may follow a role; None is the start."""
 

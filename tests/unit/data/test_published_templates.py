@@ -240,6 +240,7 @@ TRAINING = {
 SYSTEM = {"role": "system", "content": "Be <brief>."}
 TRAINING |= {
     "a system turn": ([SYSTEM, QUESTION, ANSWER, MORE, LAST], None),
+    "a call without definitions": ([QUESTION, calling("find")], None),
     "two users": ([QUESTION, ANSWER, MORE, QUESTION, LAST], None),
     "two calls and a text": (
         [QUESTION, calling("find") | {"content": "Now."}, FOUND, calling("find"), FOUND, LAST],
@@ -280,6 +281,7 @@ def counted(outcomes: Iterable[str]) -> dict[str, int]:
         ("parallel calls", {"-": 7, "equal": 19, "refused": 10, "sampled": 5}),
         ("a call at the end", {"equal": 23, "refused": 14, "sampled": 4}),
         ("a system turn", {"-": 1, "equal": 27, "sampled": 13}),
+        ("a call without definitions", {"equal": 23, "refused": 12, "sampled": 6}),
         ("two users", {"-": 4, "equal": 24, "sampled": 13}),
         ("two calls and a text", {"-": 5, "equal": 13, "refused": 13, "sampled": 10}),
     ],

@@ -96,6 +96,14 @@ def test_a_description_spells_no_control_token(tokenizer: Any) -> None:
     assert "<|im_start|>system" in tokenizer.decode(example.token_ids)
 
 
+def test_a_column_of_another_name_may_be_mapped(tokenizer: Any) -> None:
+    rows = [{"messages": [{**USER, "content": str(n)}, ANSWER], "mine": [ADD]} for n in range(4)]
+    data = DataModule.of(rows, tokenizer=tokenizer, columns={"mine": "tools"})
+    assert {*data.train["tools"], *data.validation["tools"]} == {STORED}
+    dropped = DataModule.of(rows, tokenizer=tokenizer, drop_columns=["mine"])
+    assert "tools" not in dropped.train
+
+
 def test_rows_that_differ_in_their_tools_are_no_repetition(tokenizer: Any) -> None:
     rows = [{"prompt": "2+2", "answer": "4", "tools": tools} for tools in ([], [ADD])]
     data = DataModule.of(rows, tokenizer=tokenizer, validation=[{"prompt": "1", "answer": "1"}])
