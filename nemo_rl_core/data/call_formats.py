@@ -31,7 +31,6 @@ _XML = ("<tool_call>", "</tool_call>")
 _SEED = ("<seed:tool_call>", "</seed:tool_call>")
 _LONGCAT = ("<longcat_tool_call>", "</longcat_tool_call>")
 _DEEPSEEK = ("<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>")
-_DSML = ("\uff5cDSML\uff5c", "<\uff5cDSML\uff5cinvoke", "</\uff5cDSML\uff5c")
 
 _FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _CALL = {"repeats": True, "transform": _FUNCTION}
@@ -100,11 +99,29 @@ _GPT_OSS: dict[str, Any] = {
 }
 """For GPT-OSS, whose parser in vLLM downloads a vocabulary."""
 
+
+def _listed(field: dict[str, str], name: str, arguments: str, **fields: Any) -> dict[str, Any]:
+    """Response template of calls in one JSON list."""
+    function = {"name": f"{{{name}}}", "arguments": f"{{{arguments}}}"}
+    transform = {"type": "function", "function": function}
+    call = {**field, "content": "json", "transform": transform, "transform_each": True}
+    return {"start_anchor": "<|assistant|>", "fields": {**fields, "tool_calls": call}}
+
+
+_PHI4 = _listed({"open_pattern": r"functools(?=\[)"}, "name", "arguments", content={})
+"""For Phi-4-mini, whose parser in vLLM reads no lists in arguments."""
+
+_COHERE = _listed(
+    {"open": "<|START_ACTION|>", "close": "<|END_ACTION|>"},
+    *("tool_name", "parameters"),
+    thinking={"open": "<|START_THINKING|>", "close": "<|END_THINKING|>"},
+    content={"open": "<|START_RESPONSE|>", "close": "<|END_RESPONSE|>"},
+)
+"""For Cohere's, whose parser in vLLM needs another package."""
+
 FORMATS = (
     CallFormat(_DEEPSEEK[0], "deepseek_v3", *_DEEPSEEK),
     CallFormat(_DEEPSEEK[0], "deepseek_v31", *_DEEPSEEK),
-    CallFormat(_DSML[0], "deepseek_v32", *_DSML[1:]),
-    CallFormat(_DSML[0], "deepseek_v4", *_DSML[1:]),
     CallFormat("<arg_key>", "hf", *_XML, _TAGGED, _tagged(*_XML, *_ARGUMENT_TAGS)),
     CallFormat("<minimax:tool_call>", "minimax_m2", "<invoke", "</minimax:tool_call>"),
     CallFormat(r"\]<\]minimax\[>\[", "minimax_m3", "<invoke", "</tool_call>"),
@@ -125,11 +142,8 @@ FORMATS = (
     CallFormat(r"<\|tool_call_start\|>", "lfm2", r"<\|tool_call_start\|>", "<|tool_call_end|>"),
     CallFormat(r"<\|tool_call_begin\|>", "kimi_k2", r"<\|tool_call_begin\|>", "<|tool_call_end|>"),
     CallFormat(
-        r"<\|START_ACTION\|>",
-        "cohere_command3",
-        r"<\|START_ACTION\|>",
-        "<|END_ACTION|>",
-        ("<|START_THINKING|>", "cohere_command3"),
+        *(r"<\|START_ACTION\|>", "hf", r"<\|START_ACTION\|>", "<|END_ACTION|>"),
+        *(("<|START_THINKING|>", "hf"), _COHERE),
     ),
     CallFormat(
         "<atem:function_calls>",
@@ -144,7 +158,7 @@ FORMATS = (
     CallFormat(r"\[TOOL_CALLS\]", "mistral", r"\[TOOL_CALLS\]", "", ("[THINK]", "mistral")),
     CallFormat("<function_calls>", "olmo3", "<function_calls>", "</function_calls>"),
     CallFormat("<tool_calls>", "hunyuan_a13b", "<tool_calls>", "</tool_calls>"),
-    CallFormat("functools", "phi4_mini_json", r"functools\["),
+    CallFormat("functools", "hf", r"functools\[", "", ("<think>", "hf"), _PHI4),
     CallFormat(r"<\|tool_call\|>", "granite", r"<\|tool_call\|>"),
     CallFormat(r'"parameters": ', "llama3_json", r'^\s*(?:<\|python_tag\|>)?\{\s*"'),
     CallFormat("tool_calls", "pythonic", r"^\s*\[\s*[A-Za-z_][\w.]*\("),

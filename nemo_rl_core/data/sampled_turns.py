@@ -5,7 +5,6 @@ reasoning are written by the template and must be read back unchanged. Importing
 3 CPU-s, once per process and only when tools are used.
 """
 
-import difflib
 import hashlib
 import json
 import logging
@@ -13,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from nemo_rl_core.data.call_formats import FORMATS, THINK, CallFormat
 from nemo_rl_core.data.control_tokens import render_turns
@@ -79,11 +78,8 @@ class TurnReader:
         return _proven(self._tokenizer, _template(self._tokenizer), self._parser)
 
 
-class _Parts(NamedTuple):
-    reasoning: str
-    content: str
-    calls: list[tuple[str, str, str]]
-    """Ids, names, and arguments as JSON."""
+_Calls = list[tuple[str, str, str]]
+"""Ids, names, and arguments as JSON."""
 
 
 class _CallParser:
@@ -139,8 +135,9 @@ class _CallParser:
         if self.form.begin and not begins and not self._thinks(text):
             return None
         request = _request(json.dumps(tools))
-        parts, faults = self._parse(text, request), list[str]()
-        in_reasoning = len(self._begins(parts.reasoning))
+        faults: list[str] = []
+        reasoning, content, calls = self._parse(text, request)
+        in_reasoning = len(self._begins(reasoning))
         if in_reasoning and in_reasoning == len(begins):
             faults.append("A tool call inside the reasoning is not run: end the reasoning first.")
         begins = begins[in_reasoning:]
@@ -149,20 +146,17 @@ class _CallParser:
             if not last:
                 faults.append(f"The last tool call is not closed with {end}")
                 text, tail = text[: begins[-1]], text[begins.pop() :]
-                parts = self._parse(text, request)
-                parts = parts._replace(
-                    content=parts.content if parts.calls else parts.content + tail
-                )
+                content, calls = self._parse(text, request)[1:]
+                content += "" if calls else tail
             elif rest := self._without_controls(rest):
                 faults.append(f"Text after a tool call is not read: {rest[:_QUOTED]}")
-        calls, content = parts.calls, parts.content
         if len(calls) < len(begins):
             calls = self._piecewise(text, begins, request, faults) or calls
             if not calls and text[begins[0] :] not in content:
                 content += text[begins[0] :]
         turn: Turn = {"role": "assistant", "content": content}
-        if parts.reasoning:
-            turn["reasoning_content"] = parts.reasoning
+        if reasoning:
+            turn["reasoning_content"] = reasoning
         read = []
         for index, (sampled, name, arguments) in enumerate(calls):
             if (function := _function(name, arguments)) is None:
@@ -181,7 +175,8 @@ class _CallParser:
     def _thinks(self, text: str) -> bool:
         return bool(self._start) and self._start in text
 
-    def _parse(self, text: str, request: Any) -> _Parts:
+    def _parse(self, text: str, request: Any) -> tuple[str, str, _Calls]:
+        """Returns the reasoning, the content and the calls."""
         thinks = self._thinks(text)
         kind = self._thinking if thinks else self._plain
         try:
@@ -189,19 +184,17 @@ class _CallParser:
             reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True)
             read = [(call.id or "", call.name, call.arguments) for call in calls or ()]
         except Exception:  # noqa: BLE001  (parsers may raise anything for what a model samples)
-            return _Parts("", text, [])
+            return "", text, []
         content = content or ""
         content = content.strip() if read else content.lstrip("\n" if thinks else "")
-        return _Parts((reasoning or "").strip("\n"), content, read)
+        return (reasoning or "").strip("\n"), content, read
 
-    def _piecewise(
-        self, text: str, begins: list[int], request: Any, faults: list[str]
-    ) -> list[tuple[str, str, str]]:
+    def _piecewise(self, text: str, begins: list[int], request: Any, faults: list[str]) -> _Calls:
         """Reads calls one by one, so that a broken one does not hide the others."""
         calls = []
         for start, end in zip(begins, [*begins[1:], len(text)], strict=True):
             piece = text[start:end]
-            read = self._parse(piece, request).calls
+            read = self._parse(piece, request)[2]
             calls += read
             if not read:
                 faults.append(f"This tool call cannot be read: {piece.strip()[:_QUOTED]}")
@@ -310,14 +303,6 @@ def _is_read(parser: _CallParser, tokenizer: Any, turn: Turn) -> bool | None:
 @lru_cache(maxsize=8)
 def _proven(tokenizer: Any, template: str, name: str | None) -> _CallParser:
     """Returns the format's parser that reads most of the turns; `template` is a part of the key."""
-    try:
-        import vllm.parser  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "tools need vLLM, whose parsers read the calls",
-            got=f"{type(error).__name__}: {error}",
-            fix="install it: uv pip install 'nemo-rl-flow[cpu]', or [gpu]",
-        ) from error
     candidates = [form for form in FORMATS if re.search(form.marker, template)]
     if name:
         named = [form for form in FORMATS if form.parser == name]
@@ -328,7 +313,8 @@ def _proven(tokenizer: Any, template: str, name: str | None) -> _CallParser:
         tried.append(form.parser)
         try:
             parser = _CallParser(tokenizer, form)
-        except (RuntimeError, TypeError, ValueError) as error:  # the vocabulary lacks a token
+        # A token of the vocabulary or a package is missing.
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:
             tried[-1] += f" ({error})"
             continue
         needed = [_is_read(parser, tokenizer, turn) for turn in _NEEDED]
@@ -353,12 +339,10 @@ def _named(name: str, candidates: Sequence[CallFormat]) -> CallFormat:
 
     names = sorted(ToolParserManager.list_registered())
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
         raise ConfigError(
             f"environment.tool_parser: vLLM has no tool parser {name!r}",
             expected=", ".join(names),
-            got=name,
-            fix=f"write {near[0]}" if near else "choose one of these",
+            fix="choose one of these",
         )
     marks = next(((form.begin, form.end) for form in candidates), ("", ""))
     return CallFormat("", name, *marks)

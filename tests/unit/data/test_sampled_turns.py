@@ -26,11 +26,11 @@ FOLDER = Path(trl.__file__).parent / "chat_templates"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja") if "_training" not in path.stem)
 
 CONTROL = re.compile(
-    r"<[|\uff5c][^<>|\uff5c\s]+[|\uff5c]>|<\|\"\|>|<\|[a-z_]+>|<[a-z_]+\|>|</?(?:think|tool_call|tool_response)>"
+    r"<[|\uff5c][^<>|\uff5c\s]+[|\uff5c]>|<\|\"\|>|<\|[a-z_]+>|<[a-z_]+\|>|</?(?:think|tool_call|tool_response)>|\[[A-Z_]{4,}\]"
 )
 
 PARSERS = {
-    "deepseekv3": "deepseek_v3",
+    **dict.fromkeys(("deepseek_r1_distill", "deepseekv3"), "deepseek_v3"),
     "diffusion_gemma": "hf",
     **dict.fromkeys(("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"), "hf"),
     **dict.fromkeys(("glm4moe", "gptoss"), "hf"),
@@ -75,8 +75,8 @@ QUOTED = ("put_book", {"title": "She said \"no\",\nand \\ 'left'"})
 
 
 @lru_cache
-def tokenizer_of(name: str, *, plain: bool = False) -> Any:
-    template = "" if plain else (FOLDER / f"{name}.jinja").read_text()
+def tokenizer_of(name: str, template: str | None = None) -> Any:
+    template = (FOLDER / f"{name}.jinja").read_text() if template is None else template
     tokens = {*CONTROL.findall(template), "<think>", "</think>", "<|python_tag|>"}
     core = Tokenizer(
         models.BPE({c: n for n, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
@@ -104,8 +104,8 @@ def turn(*calls: tuple[str, Any], content: str = "", reasoning: str = "") -> dic
 def sampled(name: str, answer: dict[str, Any]) -> list[int]:
     """The tokens that a model samples to write a turn, by the template itself."""
     tokenizer = tokenizer_of(name)
-    if name == "deepseekv3":
-        answer = json.loads(json.dumps(answer))
+    if name.startswith("deepseek"):
+        answer = {**json.loads(json.dumps(answer)), "content": answer["content"] or None}
         for call in answer.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     options = {"tools": TOOLS, "tokenize": False}
@@ -159,8 +159,91 @@ def test_calls_and_reasoning_are_read_back(name: str) -> None:
     assert result == SampledTurn({"role": "assistant", "content": "It is\n\nlate."})
 
 
+JSON = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+KEYS = "{% for k, v in c.function.arguments.items() %}"
+VALUE = "{{ v if v is string else v | tojson }}"
+# Of families whose templates `trl` does not have: before the calls, a call, between, after.
+OTHERS = {
+    "mistral": ("[TOOL_CALLS] [", JSON.replace("}}}", '}}, "id": "{{ c.id }}"}'), ", ", "]"),
+    "mistral_11": (
+        "",
+        "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}",
+        "",
+        "",
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.{{ c.function.name }}:{{ loop.index0 }}"
+        "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>",
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+    "minimax_m2": (
+        "<minimax:tool_call>{{ '\\n' }}",
+        '<invoke name="{{ c.function.name }}">\n'
+        f'{KEYS}<parameter name="{{{{ k }}}}">{VALUE}</parameter>\n{{% endfor %}}</invoke>\n',
+        "",
+        "</minimax:tool_call>",
+    ),
+    "seed_oss": (
+        "",
+        "<seed:tool_call>\n<function={{ c.function.name }}>\n"
+        f"{KEYS}<parameter={{{{ k }}}}>{VALUE}</parameter>\n{{% endfor %}}"
+        "</function>\n</seed:tool_call>",
+        "",
+        "",
+    ),
+    "deepseek_v31": (
+        "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        "<\uff5ctool\u2581call\u2581begin\uff5c>{{ c.function.name }}<\uff5ctool\u2581sep\uff5c>"
+        "{{ c.function.arguments | tojson }}<\uff5ctool\u2581call\u2581end\uff5c>",
+        "",
+        "<\uff5ctool\u2581calls\u2581end\uff5c>",
+    ),
+    "olmo3": (
+        "<function_calls>",
+        "{{ c.function.name }}("
+        f"{KEYS}{{{{ k }}}}={{{{ v | tojson }}}}"
+        "{% if not loop.last %}, {% endif %}{% endfor %})",
+        "{{ '\\n' }}",
+        "</function_calls>",
+    ),
+    "phi4_mini": ("functools[", JSON, ", ", "]"),
+    "cohere": (
+        "<|START_ACTION|>[\n",
+        JSON.replace('"name"', '"tool_name"').replace('"arguments"', '"parameters"'),
+        ",\n",
+        "\n]<|END_ACTION|>",
+    ),
+    "granite": ("<|tool_call|>[", JSON, ", ", "]"),
+    "longcat": ("", f"<longcat_tool_call>\n{JSON}\n</longcat_tool_call>", "", ""),
+    "hunyuan": ("<tool_calls>[", JSON, ", ", "]</tool_calls>"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_calls_of_other_families_are_read_back(name: str) -> None:
+    before, call, between, after = OTHERS[name]
+    written = (
+        f"{before}{{% for c in m.tool_calls %}}{call}{{% if not loop.last %}}{between}{{% endif %}}"
+        f"{{% endfor %}}{after}"
+    )
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        f"{{% if m.tool_calls %}}{written}{{% endif %}}<|im_end|>{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = tokenizer_of(name, template)
+    TurnReader(tokenizer).require_calls()
+    turns = [USER, turn(LIST, PUT)]
+    text = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("assistant\n")[2]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    result = TurnReader(tokenizer).read(ids, tools=TOOLS)
+    assert (calls_of(result), result.faults) == ([LIST, PUT], ())
+
+
 def test_plain_text_stays_as_it_is() -> None:
-    plain, text = tokenizer_of("", plain=True), ' {"name": "list"} <tool_call>\n'
+    plain, text = tokenizer_of("", ""), ' {"name": "list"} <tool_call>\n'
     ids = plain.encode(text, add_special_tokens=False)
     expected = SampledTurn({"role": "assistant", "content": text})
     assert TurnReader(plain).read([*ids, plain.eos_token_id], tools=TOOLS) == expected
@@ -298,7 +381,7 @@ def test_a_parser_is_chosen_by_name() -> None:
     assert TurnReader(tokenizer, parser="granite4").require_calls() == "granite4"
     with pytest.raises(ConfigError, match=r"got: tried lfm2 \(LFM2 tool parser could not locate"):
         TurnReader(tokenizer, parser="lfm2").require_calls()
-    with pytest.raises(ConfigError, match="fix: write hermes"):
+    with pytest.raises(ConfigError, match="has no tool parser 'hermies'"):
         TurnReader(tokenizer, parser="hermies").require_calls()
     # A template that writes no calls proves nothing: the parser is the user's choice.
     silent = TurnReader(tokenizer_of("phi3"), parser="hermes")
