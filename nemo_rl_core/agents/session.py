@@ -185,10 +185,6 @@ class Session:
         complete: Function that samples a completion.
         sampling: The run's temperature and other settings; calls with others are refused.
         max_opening_tokens: Maximum number of tokens before the first sampled turn.
-
-    Attributes:
-        num_ambiguous: Number of calls whose path was ambiguous.
-        num_unanswered: Number of turns that were sampled, but that no client got.
     """
 
     def __init__(
@@ -213,7 +209,11 @@ class Session:
         self._calls: list[_Call] = []
         self._by_id: dict[str, _Node] = {}
         self._is_closed = False
-        self.num_ambiguous = 0
+
+    @property
+    def num_ambiguous(self) -> int:
+        """Number of turns that were sampled after an ambiguous path."""
+        return sum(not node.is_trusted for node in self._by_id.values())
 
     @property
     def num_unanswered(self) -> int:
@@ -235,9 +235,7 @@ class Session:
         options.refuse_other_sampling(self._sampling)
         if tools and options.reads_calls:
             self._require_calls()
-        context = self._context(turns, tools, options.previous)
-        self.num_ambiguous += context.is_ambiguous
-        call = self._call(context, options)
+        call = self._call(self._context(turns, tools, options.previous), options)
         if call.task is None or (call.task.done() and _has_failed(call.task)):
             call.task = asyncio.create_task(self._sample(call))
             call.task.add_done_callback(_has_failed)  # reads an error that no client waits for
