@@ -40,7 +40,7 @@ class CallOptions:
         max_new_tokens: Maximum number of new tokens; None uses that of the run.
         reads_calls: Whether the result has the tool calls of the policy's text.
         sampling: Settings of the distribution by name; those of the run are accepted.
-        previous: Id of an earlier choice whose conversation the turns continue.
+        previous: Id of an earlier choice, perhaps with a prefix, that the turns continue.
         idempotency_key: Name of the call that its repetitions share.
         is_retry: Whether the client names the call as a repetition.
     """

@@ -21,7 +21,6 @@ from nemo_rl_core.agents.fields import (
     tool_of,
 )
 
-_PREFIX = "resp_"
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -56,7 +55,7 @@ class Responses:
             stop="stop",
             reads_calls=reads_calls(body.get("tool_choice")),
             has_parallel_calls=body.get("parallel_tool_calls") is not False,
-            previous=None if previous is None else str(previous).removeprefix(_PREFIX),
+            previous=None if previous is None else str(previous),
         )
         return AgentCall(
             turns.turns, tools, options, bool(body.get("stream")), _wants_logprobs(body)
@@ -97,7 +96,7 @@ class Responses:
                 }
             )
         return {
-            "id": f"{_PREFIX}{choice.id}",
+            "id": f"resp_{choice.id}",
             "object": "response",
             "created_at": int(time.time()),
             "status": status,

@@ -310,7 +310,7 @@ class Session:
     def _context(self, turns: Sequence[Turn], tools: Tools, previous: str | None) -> _Context:
         before: _Node | None = None
         if previous is not None:
-            before = self._by_id.get(previous)
+            before = self._by_id.get(previous.rpartition("_")[2])
             if before is None:
                 raise CallError(
                     f"this episode has no response {previous!r}",
