@@ -59,12 +59,14 @@ class Turns:
     turns: list[Turn] = field(default_factory=list)
 
     def add(self, role: Any, content: str, **others: Any) -> None:
-        """Appends a turn; those of `others` without a value are left out."""
+        """Appends a turn; those of `others` that are no text or list are left out."""
         if role not in _ROLES:
             raise CallError(f"a message has the role {role!r:.40}, not one of {', '.join(_ROLES)}")
         if role in ("system", "developer") and not (self.turns or content.strip()):
             return
-        kept = {name: value for name, value in others.items() if value}
+        kept = {
+            name: value for name, value in others.items() if value and isinstance(value, str | list)
+        }
         self.turns.append({"role": role, "content": content, **kept})
 
     def assistant(self) -> Turn:
