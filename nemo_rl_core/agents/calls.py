@@ -32,6 +32,12 @@ class CallError(Exception):
         self.status, self.code, self.param = status, code, param
 
 
+def ended() -> CallError:
+    """Returns the refusal of a call after its episode."""
+    text = "the episode has ended: calls are answered only until the agent returns"
+    return CallError(text, status=410, code="episode_ended")  # clients repeat calls after 409
+
+
 @dataclass(frozen=True, slots=True)
 class CallOptions:
     """Options of a call.
@@ -119,14 +125,17 @@ def prefix_digests(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) ->
     """
     digests = [digest([*tools])]
     for turn in turns:
-        role = "system" if turn["role"] == "developer" else turn["role"]
-        calls = [
-            [call["function"]["name"], _plain(call["function"]["arguments"])]
-            for call in turn.get("tool_calls", ())
-        ]
-        name = turn.get("name") if role == "user" else None
-        digests.append(digest(digests[-1], [role, turn["content"].strip(), calls, name]))
+        digests.append(extended(digests[-1], turn))
     return digests
+
+
+def extended(before: bytes, turn: Turn) -> bytes:
+    """Returns the digest of a conversation and another turn."""
+    role = "system" if turn["role"] == "developer" else turn["role"]
+    functions = [call["function"] for call in turn.get("tool_calls", ())]
+    calls = [[each["name"], _plain(each["arguments"])] for each in functions]
+    name = turn.get("name") if role == "user" else None
+    return digest(before, [role, turn["content"].strip(), calls, name])
 
 
 def agreement(turn: Turn, sampled: Turn) -> int | None:

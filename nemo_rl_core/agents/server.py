@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nemo_rl_core.agents.calls import CallError
+from nemo_rl_core.agents.calls import CallError, ended
 from nemo_rl_core.agents.dialects import DIALECTS, Dialect
 from nemo_rl_core.agents.fields import AgentCall
 from nemo_rl_core.agents.session import Session
@@ -172,11 +172,7 @@ class AgentServer:
             raise CallError(f"nothing is at this path: POST to {paths}", status=404, code="no_path")
         session = self._sessions.get(number)
         if session is None:
-            raise CallError(
-                "the episode has ended: calls are answered only until the agent returns",
-                status=410,
-                code="episode_ended",
-            )
+            raise ended()
         if self._num_calls[number] >= MAX_CONCURRENT_CALLS:
             limit = f"at most {MAX_CONCURRENT_CALLS} calls of an episode are answered at a time"
             raise CallError(limit, status=429, code="rate_limit_exceeded")

@@ -22,7 +22,7 @@ from nemo_rl_core.rollouts.engine import (
 from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.types import Prompt
 
-WIDE = Bounds(max_turns=50, max_tokens=100_000, max_new_tokens=1000)
+WIDE = Bounds(max_turns=10_000, max_tokens=100_000, max_new_tokens=1000)
 ADD = {
     "type": "function",
     "function": {
@@ -46,7 +46,9 @@ def chat_tokenizer() -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    core.train_from_iterator([f"The answer is {n}, not {n + 1}. {CALL}" for n in range(60)], trainer)
+    core.train_from_iterator(
+        [f"The answer is {n}, not {n + 1}. {CALL}" for n in range(60)], trainer
+    )
     template = files("trl").joinpath("chat_templates/qwen2_5.jinja").read_text()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -95,7 +97,8 @@ class RecordedEngine:
             "token_mask": [False] * (len(request.token_ids) - first) + [True] * len(new),
             "generation_logprobs": [0.0] * (len(request.token_ids) - first)
             + [-draw.random() for _ in new],
-            "weight_versions": [0] * (len(request.token_ids) - first) + [len(self.requests)] * len(new),
+            "weight_versions": [0] * (len(request.token_ids) - first)
+            + [len(self.requests)] * len(new),
         }
         block = {
             name: np.concatenate([values, np.array([added[name]], values.dtype)], axis=1)
@@ -143,7 +146,7 @@ def served() -> Iterator[Callable[[Any], Any]]:
             server = AgentServer()
             url = await server.start()
             try:
-                return await asyncio.wait_for(test(server, url), 120)
+                return await test(server, url)
             finally:
                 await server.stop()
 

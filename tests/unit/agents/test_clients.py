@@ -247,7 +247,10 @@ def test_the_end_of_the_context_is_an_error_of_the_dialect(engine, served):
 
     async def agent(server, url):
         key = server.open(session)
-        client, claude = openai_client(url, key), anthropic.AsyncAnthropic(base_url=url, api_key=key)
+        client, claude = (
+            openai_client(url, key),
+            anthropic.AsyncAnthropic(base_url=url, api_key=key),
+        )
         answer = await client.chat.completions.create(model="gpt", messages=[HI])
         messages: Any = [HI, answer.choices[0].message.model_dump(), HI]
         with pytest.raises(openai.BadRequestError) as error:
@@ -265,7 +268,10 @@ REFUSED = [
     ({"temperature": 0.2}, "temperature is 0.2, but this run samples and trains at 1.0"),
     ({"top_logprobs": 2, "logprobs": True}, "top_logprobs is not supported"),
     ({"tool_choice": "required", "tools": [ADD]}, "tool_choice 'required' is not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format 'json_object' is not supported"),
+    (
+        {"response_format": {"type": "json_object"}},
+        "response_format 'json_object' is not supported",
+    ),
     ({"n": 0}, "n must be a positive whole number"),
     ({"stop": [""]}, "stop must be a text"),
     ({"extra_body": {"chat_template": "x"}}, "chat_template is not supported"),

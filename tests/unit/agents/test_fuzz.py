@@ -23,7 +23,9 @@ def respelled(turn: dict[str, Any], draw: random.Random) -> dict[str, Any]:
         turn["role"] = "developer"
     if turn["content"]:
         if draw.random() < 0.3:
-            turn["content"] = draw.choice(["", " ", "\n\n"]) + turn["content"] + draw.choice([" ", "\n"])
+            turn["content"] = (
+                draw.choice(["", " ", "\n\n"]) + turn["content"] + draw.choice([" ", "\n"])
+            )
         if draw.random() < 0.2:
             middle = draw.randrange(len(turn["content"]))
             parts = turn["content"][:middle], turn["content"][middle:]
@@ -83,7 +85,7 @@ async def fuzz(num_calls: int, tokenizer: Any, server: Any, url: str) -> dict[st
             base: History = [{"role": "system", "content": f"You are session {number}."}]
             tokens: tuple[int, ...] | None = None
             if known and draw.random() < 0.9:
-                base, tokens = draw.choice(known[-20:])
+                base, tokens = draw.choice(known[draw.choice([0, -20]) :])
                 if draw.random() < 0.3:
                     base, tokens = rewritten(base, draw), None
             if base[-1].get("tool_calls"):
@@ -129,7 +131,9 @@ def check(session: Any, engine: RecordedEngine, number: int) -> None:
         row, length = sample.sequence.row.number, sample.sequence.length
         ids = block["input_ids"][row].tolist()[:length]
         mask = [False, *block["token_mask"][row].tolist()][:length]
-        ends = [at + 1 for at in range(length) if mask[at] and (at + 1 == length or not mask[at + 1])]
+        ends = [
+            at + 1 for at in range(length) if mask[at] and (at + 1 == length or not mask[at + 1])
+        ]
         for end in ends:
             # A completion of this session's engine has exactly these tokens, and all before.
             start, size = left.pop(tuple(ids[:end]))
