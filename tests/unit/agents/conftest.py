@@ -50,7 +50,7 @@ def chat_tokenizer() -> Any:
         [f"The answer is {n}, not {n + 1}. {CALL}" for n in range(60)], trainer
     )
     template = files("trl").joinpath("chat_templates/qwen2_5.jinja").read_text()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -58,7 +58,6 @@ def chat_tokenizer() -> Any:
         chat_template=template,
         clean_up_tokenization_spaces=False,
     )
-    return tokenizer
 
 
 class RecordedEngine:

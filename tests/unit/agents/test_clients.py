@@ -52,7 +52,7 @@ def test_chat_completions_with_a_tool(calling, served):
         assert json.loads(call.function.arguments) == {"a": 1.0, "b": "x"}
         tokens = choice.logprobs.content
         assert len(tokens) == first.usage.completion_tokens
-        assert bytes(sum((token.bytes for token in tokens), [])).decode() == f"{CALL}<|im_end|>"
+        assert b"".join(bytes(token.bytes) for token in tokens).decode() == f"{CALL}<|im_end|>"
         assert all(token.logprob < 0 for token in tokens)
         messages += [choice.message, {**TOOL, "tool_call_id": call.id}]
         second = await client.chat.completions.create(**options)

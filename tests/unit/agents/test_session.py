@@ -278,7 +278,7 @@ def test_tokens_without_room_are_counted(engine):
 
     asyncio.run(agent())
     (sample,) = session.samples()
-    (prompt, new), (second, _) = engine.completions
+    (prompt, _), (second, _) = engine.completions
     # The first call may use all 50 tokens of a turn, the second what is left of 60.
     limits = [each.max_new_tokens for each in engine.requests]
     assert limits == [50, 60 - (len(second) - len(prompt))]
