@@ -12,7 +12,7 @@ _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0, "repetitio
 """Values that leave the policy's distribution unchanged; those of other settings are 0."""
 
 
-class CallError(Exception):
+class RefusedCallError(Exception):
     """A call that is refused.
 
     Args:
@@ -32,10 +32,12 @@ class CallError(Exception):
         self.status, self.code, self.param = status, code, param
 
 
-def ended() -> CallError:
+def ended() -> RefusedCallError:
     """Returns the refusal of a call after its episode."""
     text = "the episode has ended: calls are answered only until the agent returns"
-    return CallError(text, status=410, code="episode_ended")  # clients repeat calls after 409
+    return RefusedCallError(
+        text, status=410, code="episode_ended"
+    )  # clients repeat calls after 409
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,12 @@ class CallOptions:
         return *limits, self.reads_calls, self.has_parallel_calls
 
     def refuse_other_sampling(self, sampling: Mapping[str, float]) -> None:
-        """Raises `CallError` if a setting differs from the run's."""
+        """Raises `RefusedCallError` if a setting differs from the run's."""
         for name, value in self.sampling.items():
             run_value = sampling.get(name, _NEUTRAL.get(name, 0))
             is_unset = value is None or value == {} or (name == "top_k" and value == -1)
             if not (is_unset or value == run_value):
-                raise CallError(
+                raise RefusedCallError(
                     f"{name} is {value!r}, but this run samples and trains at {run_value!r}: "
                     f"leave {name} out",
                     param=name,
@@ -81,7 +83,7 @@ class CallOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledChoice:
     """A turn of the policy.
 
     Attributes:
@@ -103,7 +105,7 @@ class ChatResult:
     """The result of a call."""
 
     num_prompt_tokens: int
-    choices: tuple[Choice, ...]
+    choices: tuple[SampledChoice, ...]
 
     @property
     def num_tokens(self) -> int:

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_core.agents.calls import (
-    CallError,
     CallOptions,
     ChatResult,
-    Choice,
+    RefusedCallError,
+    SampledChoice,
     agreement,
     digest,
     ended,
@@ -114,7 +114,7 @@ class _Node:
     call: _Call
     result: CompletionResult
     columns: dict[str, Any]
-    choice: Choice
+    choice: SampledChoice
     digest: bytes
     tokens_digest: bytes
     is_cut: bool
@@ -218,7 +218,7 @@ class Session:
         If the caller is cancelled, sampling continues, and a repetition gets the result.
 
         Raises:
-            CallError: If the call is refused.
+            RefusedCallError: If the call is refused.
         """
         options = options or CallOptions()
         self._refuse_if_closed()
@@ -238,7 +238,7 @@ class Session:
             raise
         except NemoRLError as error:
             logger.warning("a completion for an agent failed: %s", error.in_one_line)
-            raise CallError(error.in_one_line, status=500, code="server_error") from error
+            raise RefusedCallError(error.in_one_line, status=500, code="server_error") from error
         finally:
             call.num_waiting -= 1
         call.is_answered = True
@@ -295,14 +295,16 @@ class Session:
             before = self._by_id.get(previous.rpartition("_")[2])
             if before is None:
                 text = f"this episode has no response {previous!r}"
-                raise CallError(text, status=404, code="not_found", param="previous_response_id")
+                raise RefusedCallError(
+                    text, status=404, code="not_found", param="previous_response_id"
+                )
             # Instructions are not those of the earlier response, as in OpenAI's API.
             earlier = before.turns[before.turns[0]["role"] == "system" :]
             num_system = bool(turns) and turns[0]["role"] == "system"
             turns = [*turns[:num_system], *earlier, *turns[num_system:]]
         if not turns or turns[-1]["role"] == "assistant":
             text = "messages must end with a turn that the model answers, not the assistant's"
-            raise CallError(text, param="messages")
+            raise RefusedCallError(text, param="messages")
         digests = prefix_digests(turns, tools)
         parent, is_ambiguous = self._longest(digests, turns, before)
         key = digest(digests[-1], parent.digest if parent else "", is_ambiguous)
@@ -367,7 +369,7 @@ class Session:
             return
         if parent is not None:
             parent.is_cut = True
-        raise CallError(
+        raise RefusedCallError(
             f"prompt is too long: this episode's maximum context length is {limit}; "
             f"the conversation has {context.num_turns} answers and {context.num_tokens} tokens",
             code="context_length_exceeded",
@@ -425,7 +427,7 @@ class Session:
         node_digest = digest(context.digest, draw)
         turn, stop_string = self._read(call, token_ids)
         reason = "length" if result.truncated else "tool_calls" if "tool_calls" in turn else "stop"
-        choice = Choice(
+        choice = SampledChoice(
             node_digest.hex(),
             turn,
             reason,
@@ -464,7 +466,7 @@ def _refused(param: str) -> Iterator[None]:
     try:
         yield
     except NemoRLError as error:
-        raise CallError(error.in_one_line, param=param) from error
+        raise RefusedCallError(error.in_one_line, param=param) from error
 
 
 @lru_cache(maxsize=4)

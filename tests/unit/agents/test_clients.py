@@ -272,7 +272,7 @@ REFUSED = [
         {"response_format": {"type": "json_object"}},
         "response_format 'json_object' is not supported",
     ),
-    ({"n": 0}, "n must be a positive whole number"),
+    ({"n": 0}, "n must be a positive integer"),
     ({"stop": [""]}, "stop must be a text"),
     ({"extra_body": {"chat_template": "x"}}, "chat_template is not supported"),
     ({"messages": [{"role": "king", "content": ""}]}, "the role 'king'"),

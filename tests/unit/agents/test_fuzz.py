@@ -52,17 +52,17 @@ def rewritten(history: History, draw: random.Random) -> History:
     """Another conversation: shorter, in another order, or with another turn."""
     history = copy.deepcopy(history)
     kind = draw.choice(["cut", "order", "edit", "roles"])
-    place = draw.randrange(len(history))
+    index = draw.randrange(len(history))
     if kind == "cut":
-        return history[: place + 1]
+        return history[: index + 1]
     if kind == "order":
         other = draw.randrange(len(history))
-        history[place], history[other] = history[other], history[place]
+        history[index], history[other] = history[other], history[index]
     elif kind == "edit":
-        history[place]["content"] = f"Edited {draw.random()}"
-        history[place].pop("tool_calls", None)
+        history[index]["content"] = f"Edited {draw.random()}"
+        history[index].pop("tool_calls", None)
     else:
-        history[place] = {"role": draw.choice(["user", "assistant"]), "content": "Other role"}
+        history[index] = {"role": draw.choice(["user", "assistant"]), "content": "Other role"}
     return history
 
 
