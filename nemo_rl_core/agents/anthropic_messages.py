@@ -27,11 +27,7 @@ class AnthropicMessages:
     """Reads calls and writes answers."""
 
     def read(self, body: Body) -> AgentCall:
-        """Reads a call.
-
-        Raises:
-            RefusedCallError: If a field is malformed or not supported.
-        """
+        """Reads a call; raises `RefusedCallError` for a malformed or unsupported field."""
         config = body.get("output_config")
         refuse_format(config.get("format") if isinstance(config, dict) else None, "output_config")
         turns = ReadTurns()

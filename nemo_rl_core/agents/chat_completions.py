@@ -27,11 +27,7 @@ class ChatCompletions:
     """Reads calls and writes answers."""
 
     def read(self, body: Body) -> AgentCall:
-        """Reads a call.
-
-        Raises:
-            RefusedCallError: If a field is malformed or not supported.
-        """
+        """Reads a call; raises `RefusedCallError` for a malformed or unsupported field."""
         refuse_format(body.get("response_format"), "response_format")
         turns = ReadTurns()
         for message in mappings(body.get("messages"), "messages"):

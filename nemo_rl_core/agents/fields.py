@@ -26,6 +26,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 _MAX_CHOICES = 128
 _MAX_STOPS = 16
+_MAX_ITEMS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,8 @@ def mappings(value: Any, name: str) -> list[Body]:
         return []
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise RefusedCallError(f"{name} must be a list of objects", param=name)
+    if len(value) > _MAX_ITEMS:
+        raise RefusedCallError(f"{name} has more than {_MAX_ITEMS} items", param=name)
     return value
 
 

@@ -24,15 +24,11 @@ from nemo_rl_core.agents.fields import (
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class Responses:
+class Responses(ChatCompletions):
     """Reads calls and writes answers."""
 
     def read(self, body: Body) -> AgentCall:
-        """Reads a call.
-
-        Raises:
-            RefusedCallError: If a field is malformed or not supported.
-        """
+        """Reads a call; raises `RefusedCallError` for a malformed or unsupported field."""
         text = body.get("text")
         refuse_format(text.get("format") if isinstance(text, dict) else None, "text.format")
         turns = ReadTurns()
@@ -153,8 +149,6 @@ class Responses:
                 yield event("content_part.done", **ids, part=part)
             yield event("output_item.done", output_index=index, item=item)
         yield event(answer["status"], response=answer)
-
-    error = ChatCompletions.error
 
 
 def _wants_logprobs(body: Body) -> bool:

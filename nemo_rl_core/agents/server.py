@@ -27,7 +27,7 @@ from nemo_rl_core.agents.session import Session
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 16 * 1024**2
+MAX_BODY_BYTES = 8 * 1024**2
 MAX_HEADER_BYTES = 32 * 1024
 MAX_CONCURRENT_CALLS = 256
 """Maximum number of concurrent calls of a session."""
@@ -102,7 +102,7 @@ class AgentServer:
         self._sessions.clear()
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
-            with contextlib.suppress(asyncio.CancelledError):
+            with contextlib.suppress(asyncio.CancelledError, TimeoutError):
                 await asyncio.wait_for(self._task, _STOP_SECONDS)
 
     def open(self, session: Session) -> str:
@@ -210,7 +210,8 @@ class AgentServer:
             return None
         leaving.cancel()
         result = sampling.result()
-        if call.has_logprobs and any(math.isnan(each.logprobs[0]) for each in result.choices):
+        first = [logprob for each in result.choices for logprob in each.logprobs[:1]]
+        if call.has_logprobs and any(map(math.isnan, first)):
             raise RefusedCallError("the engine returns no logprobs", param="logprobs")
         answer = dialect.answer(body, result, session.tokenizer)
         if not call.streams:
