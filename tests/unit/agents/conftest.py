@@ -34,9 +34,8 @@ ADD = {
 CALL = 'Wait.\n<tool_call>\n{"name": "add", "arguments": {"a": 1.0, "b": "x"}}\n</tool_call>'
 
 
-@pytest.fixture(scope="session")
-def chat_tokenizer() -> Any:
-    """A small BPE tokenizer with the control tokens and the chat template of Qwen 2.5."""
+def build_chat_tokenizer() -> Any:
+    """Builds a small BPE tokenizer with the control tokens and the chat template of Qwen 2.5."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -58,6 +57,11 @@ def chat_tokenizer() -> Any:
         chat_template=template,
         clean_up_tokenization_spaces=False,
     )
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> Any:
+    return build_chat_tokenizer()
 
 
 class RecordedEngine:
