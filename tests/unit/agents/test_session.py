@@ -5,7 +5,7 @@ import copy
 
 import pytest
 
-from nemo_rl_core.agents.calls import CallOptions, RefusedCallError
+from nemo_rl_core.agents.calls import CallOptions, RefusedError
 from nemo_rl_core.rollouts.engine import request_seed
 from nemo_rl_core.rollouts.episode import Bounds
 from tests.unit.agents.conftest import ADD, CALL, RecordedEngine, session_of
@@ -254,7 +254,7 @@ def test_bounds_cut_the_path(engine):
     async def agent():
         first = await say(session, HI)
         second = await say(session, HI, first, NEXT)
-        with pytest.raises(RefusedCallError, match="maximum context length is 2 turns") as error:
+        with pytest.raises(RefusedError, match="maximum context length is 2 turns") as error:
             await say(session, HI, first, NEXT, second, NEXT)
         assert error.value.code == "context_length_exceeded"
 
@@ -270,9 +270,9 @@ def test_tokens_without_room_are_counted(engine):
 
     async def agent():
         first = await say(session, HI)
-        with pytest.raises(RefusedCallError, match="60 tokens after its first message"):
+        with pytest.raises(RefusedError, match="60 tokens after its first message"):
             await say(session, HI, first, {"role": "user", "content": "Why? " * 20})
-        with pytest.raises(RefusedCallError, match="99 tokens before the first answer"):
+        with pytest.raises(RefusedError, match="99 tokens before the first answer"):
             await say(session, {"role": "user", "content": "Why? " * 90})
         await say(session, HI, first, {"role": "user", "content": "?"})
 
@@ -314,7 +314,7 @@ def test_only_the_sampling_of_the_run_is_accepted(engine, sampling, is_refused):
     call = session.chat([HI], options=CallOptions(sampling=sampling))
     if is_refused:
         (name,) = sampling
-        with pytest.raises(RefusedCallError, match=f"{name} is .* this run samples and trains at"):
+        with pytest.raises(RefusedError, match=f"{name} is .* this run samples and trains at"):
             asyncio.run(call)
         assert not engine.requests
     else:
@@ -329,10 +329,10 @@ def test_a_closed_session_refuses_calls(engine):
         call = asyncio.create_task(say(session, HI))
         await asyncio.sleep(0.01)
         session.close()
-        with pytest.raises(RefusedCallError, match="the episode has ended") as error:
+        with pytest.raises(RefusedError, match="the episode has ended") as error:
             await call
         assert error.value.status == 410
-        with pytest.raises(RefusedCallError, match="the episode has ended"):
+        with pytest.raises(RefusedError, match="the episode has ended"):
             await say(session, HI)
 
     asyncio.run(agent())
@@ -341,5 +341,5 @@ def test_a_closed_session_refuses_calls(engine):
 
 def test_a_conversation_that_the_model_does_not_answer_is_refused(engine):
     session = session_of(engine)
-    with pytest.raises(RefusedCallError, match="must end with a turn that the model answers"):
+    with pytest.raises(RefusedError, match="must end with a turn that the model answers"):
         asyncio.run(session.chat([HI, {"role": "assistant", "content": "A prefix"}]))
