@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -336,8 +337,10 @@ class Session:
                 best = nodes[max(nodes)]
                 if before in best:
                     return before, False
+                # The agent may have got any of these turns if it got one after an ambiguous path.
+                is_doubtful = any(each.context.is_ambiguous for each in chain(*nodes.values()))
                 best.sort(key=lambda node: node.digest)
-                return best[0], len({node.tokens_digest for node in best}) > 1
+                return best[0], is_doubtful or len({node.tokens_digest for node in best}) > 1
         return None, False
 
     def _rendered(
