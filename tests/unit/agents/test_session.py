@@ -150,6 +150,30 @@ def test_an_ambiguous_path_is_answered_but_not_trained_on(chat_tokenizer):
     assert sorted(turn for sample in samples for turn in trained(sample)) == first_turns
 
 
+def test_an_id_of_only_one_turn_does_not_resolve_doubt_about_another(chat_tokenizer):
+    engine = RecordedEngine(chat_tokenizer, lambda request: CALL)
+    session = session_of(engine)
+    answer = {"role": "tool", "content": "2"}
+
+    def without_id(turn):
+        return {**turn, "tool_calls": [{**turn["tool_calls"][0], "id": "invented"}]}
+
+    async def agent():
+        first, other = [(await session.chat([HI], tools=[ADD])).choices[0].turn for _ in range(2)]
+        assert first["tool_calls"][0]["id"] != other["tool_calls"][0]["id"]
+        # One second turn for each of them, and one that is in doubt.
+        for turn in (first, other, without_id(first)):
+            second = (await session.chat([HI, turn, answer], tools=[ADD])).choices[0].turn
+        assert session.num_ambiguous == 1
+        # The agent has the second turn that is in doubt after the first turn of another.
+        history = [HI, other, answer, without_id(second), answer]
+        await session.chat(history, tools=[ADD])
+        assert session.num_ambiguous == 2
+
+    asyncio.run(agent())
+    assert sum(len(trained(sample)) for sample in session.samples()) == 4
+
+
 def test_an_id_of_the_conversation_resolves_equal_texts(chat_tokenizer):
     engine = RecordedEngine(chat_tokenizer, lambda request: "Equal text with other tokens.")
     session = session_of(engine)
