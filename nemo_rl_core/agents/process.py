@@ -5,18 +5,22 @@ import json
 import os
 import signal
 import sys
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.environments.agent_programs import program_path
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.types import Prompt
 
-_FUNCTION_RUNNER = Path(__file__).with_name("function.py")
+_HOST = Path(__file__).with_name("function.py")
+_FORK = Path(__file__).with_name("fork.py")
 _PASSED_VARIABLES = (
     *("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LOGNAME", "PYTHONPATH", "SHELL", "TMPDIR"),
     *("TZ", "USER", "VIRTUAL_ENV"),
@@ -42,13 +46,6 @@ class ProcessResult:
     errors: str
 
 
-def command_of(config: AgentEnvironment, row: Mapping[str, Any]) -> list[str]:
-    """Returns the command of an episode."""
-    if config.target is not None:
-        return [sys.executable, "-P", str(_FUNCTION_RUNNER), config.target]
-    return [each.replace("{prompt}", row["prompt"]) for each in config.command or ()]
-
-
 def row_of(prompt: Prompt) -> dict[str, Any]:
     """Returns the row that an agent reads: its columns, `prompt` as text and as `messages`."""
     turns = as_turns(prompt.text, role="user")
@@ -62,11 +59,11 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def variables_of(config: AgentEnvironment, base_url: str, api_key: str) -> dict[str, str]:
+def variables_of(config: AgentEnvironment, **session: str) -> dict[str, str]:
     """Returns the environment variables of an agent, without the run's others, such as secrets.
 
     Args:
-        base_url: Address of the endpoint, without `/v1`.
+        session: Address and key of its session, as `base_url` and `api_key`.
     """
     names = [each for each in (*_PASSED_VARIABLES, *config.variables) if each in os.environ]
     return {
@@ -75,11 +72,68 @@ def variables_of(config: AgentEnvironment, base_url: str, api_key: str) -> dict[
         "PYTHONHASHSEED": "0",  # an agent that iterates over a set does so in the same order
         "NO_PROXY": "127.0.0.1,localhost",
         "no_proxy": "127.0.0.1,localhost",
-        "OPENAI_BASE_URL": f"{base_url}/v1",
-        "OPENAI_API_KEY": api_key,
-        "ANTHROPIC_BASE_URL": base_url,
-        "ANTHROPIC_API_KEY": api_key,
+        **{
+            f"{provider}_{name.upper()}": value
+            for name, value in session.items()
+            for provider in ("OPENAI", "ANTHROPIC")
+        },
     }
+
+
+class FunctionHost:
+    """Process that imports an agent's function once, and forks for each episode."""
+
+    def __init__(self, config: AgentEnvironment) -> None:
+        self._config = config
+        self._starting = asyncio.Lock()
+        self._folder: TemporaryDirectory[str] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def command(self) -> list[str]:
+        """Returns the command of an episode, whose host is started if there is none.
+
+        Raises:
+            ConfigError: If the module cannot be imported.
+        """
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                await self.stop()
+                self._folder = TemporaryDirectory(prefix="nemo-rl-agent-")
+                await self._start(f"{self._folder.name}/socket")
+        assert self._folder is not None
+        return [sys.executable, "-I", "-S", str(_FORK), f"{self._folder.name}/socket"]
+
+    async def _start(self, path: str) -> None:
+        target = self._config.target
+        assert target is not None
+        pipes = {"stdin": PIPE, "stdout": PIPE, "stderr": STDOUT}
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", str(_HOST), target, path),
+            **pipes,
+            env=variables_of(self._config),
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None  # it is a pipe
+        lines = [b""]
+        while lines[-1] != b"ready\n":
+            lines.append(await self._process.stdout.readline())
+            if not lines[-1]:
+                raise ConfigError(
+                    f"environment.target: {target!r} cannot be imported in its process",
+                    got=b"".join(lines[-4:]).decode(errors="replace").strip(),
+                    fix="correct the module; it gets only the variables in environment.variables",
+                )
+
+    async def stop(self) -> None:
+        """Ends the process."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            if self._process.returncode is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+            await self._process.stdin.wait_closed()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 async def run_process(

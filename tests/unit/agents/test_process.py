@@ -6,18 +6,18 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nemo_rl_core.agents.process import (
+    FunctionHost,
     ProcessResult,
-    command_of,
     row_of,
     run_process,
     variables_of,
 )
 from nemo_rl_core.config.agents import AgentEnvironment
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.types import Prompt
 
 KEY = "key-of-this-test"
@@ -105,9 +105,10 @@ def test_an_agent_gets_its_session_and_no_secrets(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("PATH", "/usr/bin")
     config = AgentEnvironment(command=["a"], variables=["SEARCH_KEY"])
-    variables = variables_of(config, "http://127.0.0.1:1", "key")
+    variables = variables_of(config, base_url="http://127.0.0.1:1/v1", api_key="key")
     assert variables["OPENAI_BASE_URL"] == "http://127.0.0.1:1/v1"
-    assert variables["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1"
+    assert variables["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/v1"
+    assert "OPENAI_API_KEY" not in variables_of(config)
     assert variables["OPENAI_API_KEY"] == variables["ANTHROPIC_API_KEY"] == "key"
     assert variables["SEARCH_KEY"] == "secret"
     assert variables["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
@@ -123,26 +124,79 @@ def test_an_agent_reads_the_columns_of_its_row() -> None:
     }
     conversation = Prompt("7", json.dumps(turns), (1,), "4", "sums")
     assert row_of(conversation)["messages"] == turns
-    assert command_of(AgentEnvironment(command=["a", "say {prompt}"]), row) == ["a", "say 2+2="]
 
 
 @pytest.mark.parametrize(
-    ("body", "last_line"),
+    ("body", "reward"),
     [
-        ("async def run(base_url, api_key, row): return len(base_url + api_key) + row['n']", 7.0),
+        ("async def run(base_url, api_key, row): return len(base_url) + row['n']", 4.0),
         ("def run(base_url, api_key, row): return {'reward': 0.5, 'turns': 3}", 0.5),
         ("import numpy\ndef run(*_): print('...', end=''); return numpy.float32(0.25)", 0.25),
         ("def run(*_): return None", None),
     ],
 )
 def test_a_function_reports_what_it_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, last_line: float | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, reward: float | None
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_agent.py").write_text(body)
-    config = AgentEnvironment(target="my_agent:run")
-    variables: dict[str, Any] = {"OPENAI_BASE_URL": "abc", "OPENAI_API_KEY": "def"}
-    result = asyncio.run(
-        run_process(command_of(config, {}), row='{"n": 1}', variables=variables, timeout_seconds=20)
+    results, processes = play_function('{"n": 1}')
+    assert [json.loads(each.output.splitlines()[-1])["reward"] for each in results] == [reward] * 3
+    assert not any(map(is_alive, processes))
+
+
+def play_function(
+    row: str, *, timeout_seconds: float = 20
+) -> tuple[list[ProcessResult], list[int]]:
+    """Plays three episodes of `my_agent:run`; returns also the host's number."""
+
+    async def play() -> tuple[list[ProcessResult], list[int]]:
+        host = FunctionHost(AgentEnvironment(target="my_agent:run"))
+        command = await host.command()
+        assert command == await host.command()
+        try:
+            episodes = (
+                run_process(
+                    command,
+                    row=row,
+                    variables={"OPENAI_BASE_URL": "abc", "OPENAI_API_KEY": f"{KEY}-{number}"},
+                    timeout_seconds=timeout_seconds,
+                )
+                for number in range(3)
+            )
+            return list(await asyncio.gather(*episodes)), [host._process.pid]
+        finally:
+            await host.stop()
+
+    return asyncio.run(play())
+
+
+def test_a_function_that_fails_shows_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_agent.py").write_text("def run(*_): raise LookupError('no tool')")
+    results, _ = play_function("{}")
+    assert [each.exit_code for each in results] == [1, 1, 1]
+    assert results[0].errors.endswith("LookupError: no tool\n")
+    (tmp_path / "my_agent.py").write_text("import os\ndef run(*_): os.kill(os.getpid(), 9)")
+    assert [each.exit_code for each in play_function("{}")[0]] == [247, 247, 247]  # -9
+    (tmp_path / "my_agent.py").write_text("import no_such_module")
+    with pytest.raises(ConfigError, match="No module named 'no_such_module'"):
+        play_function("{}")
+
+
+def test_a_function_that_hangs_ends_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_agent.py").write_text(
+        "import os, subprocess, time\n"
+        "def run(*_):\n"
+        "    child = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "    print(os.getpid(), child.pid, flush=True)\n"
+        "    time.sleep(1000)\n"
     )
-    assert json.loads(result.output.splitlines()[-1])["reward"] == last_line
+    results, _ = play_function("{}", timeout_seconds=2)
+    assert [each.exit_code for each in results] == [None, None, None]
+    processes = [int(each) for result in results for each in result.output.split()]
+    assert len(processes) == 6
+    assert not any(map(is_alive, processes))
