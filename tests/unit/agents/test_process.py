@@ -152,9 +152,9 @@ def play_function(
 
     async def play() -> tuple[list[ProcessResult], list[int]]:
         host = FunctionHost(AgentEnvironment(target="my_agent:run"))
-        command = await host.command()
-        assert command == await host.command()
         try:
+            command = await host.command()
+            assert command == await host.command()
             episodes = (
                 run_process(
                     command,
