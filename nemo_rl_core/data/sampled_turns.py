@@ -1,0 +1,346 @@
+"""Content, reasoning and tool calls of sampled turns, read by vLLM's parsers.
+
+A parser is chosen by what the chat template contains, and then proven: turns with calls and
+reasoning are written by the template and must be read back unchanged. Importing the parsers takes
+3 CPU-s, once per process and only when tools are used.
+"""
+
+import difflib
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from nemo_rl_core.data.call_formats import FORMATS, GPT_OSS, THINK, CallFormat
+from nemo_rl_core.data.control_tokens import render_turns
+from nemo_rl_core.data.turns import Turn
+from nemo_rl_core.errors import ConfigError, DataError
+
+Tools = Sequence[Mapping[str, Any]]
+"""Definitions of functions in OpenAI's form."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """A turn of the assistant as read from its tokens.
+
+    Attributes:
+        turn: Turn with `content`, and `reasoning_content` and `tool_calls` if there are any.
+        faults: Texts for the model about calls that could not be read and are not in `turn`.
+    """
+
+    turn: Turn
+    faults: tuple[str, ...] = ()
+
+
+class TurnReader:
+    """Reads the content, reasoning and tool calls of a sampled turn.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        parser: Name of a tool parser of vLLM; None chooses by the chat template.
+
+    Example:
+        >>> from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
+        >>> TurnReader(build_arithmetic_tokenizer()).read([6, 7, 2]).turn
+        {'role': 'assistant', 'content': '23'}
+    """
+
+    def __init__(self, tokenizer: Any, *, parser: str | None = None) -> None:
+        self._tokenizer, self._parser = tokenizer, parser
+
+    def require_calls(self) -> str:
+        """Returns the name of the parser that reads calls, once proven against the template.
+
+        Raises:
+            ConfigError: If no parser reads the calls that the template writes.
+        """
+        return self._proven().form.parser
+
+    def read(self, token_ids: Sequence[int], *, tools: Tools = ()) -> SampledTurn:
+        """Reads a turn, with or without its end token.
+
+        Without tools or a chat template, the content is the text and nothing else is read. The id
+        of a call is the sampled one, or is derived from the tokens.
+        """
+        ids = [int(token) for token in token_ids]
+        if tools and self._tokenizer.chat_template:
+            turn = self._proven().read(ids, tools)
+            if turn is not None:
+                return turn
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return SampledTurn({"role": "assistant", "content": text})
+
+    def _proven(self) -> "_CallParser":
+        return _proven(self._tokenizer, self._tokenizer.chat_template, self._parser)
+
+
+class _Parts(NamedTuple):
+    reasoning: str
+    content: str
+    calls: list[tuple[str, str, str]]
+    """Ids, names, and arguments as JSON."""
+
+
+class _CallParser:
+    """Parser of a format for a tokenizer.
+
+    A generation prompt may open, and close, the reasoning: that part belongs to the turn here.
+    """
+
+    def __init__(self, tokenizer: Any, form: CallFormat) -> None:
+        from vllm.parser.parser_manager import ParserManager
+        from vllm.tokenizers.hf import get_cached_tokenizer
+
+        for package in ("parser", "reasoning", "tool_parsers"):  # a traceback per broken call
+            logging.getLogger(f"vllm.{package}").setLevel(logging.CRITICAL + 1)
+        self.form, self._tokenizer = form, get_cached_tokenizer(tokenizer)
+        think = THINK if THINK[0] in tokenizer.chat_template else ("", None)
+        self._start, reasoning = form.reasoning or think
+        is_hf = form.parser == "hf"
+        self._plain, self._thinking = (
+            ParserManager.get_parser(
+                tool_parser_name=form.parser, reasoning_parser_name=name, enable_auto_tools=True
+            )
+            for name in ("hf" if is_hf else None, reasoning)
+        )
+        self._options = {"response_template": GPT_OSS} if is_hf else {}
+        before = _rendered(tokenizer, [_USER])
+        cue = _rendered(tokenizer, [_USER], add_generation_prompt=True).removeprefix(before)
+        at = cue.find(self._start) if self._start else -1
+        self._opening = cue[at:] if at >= 0 else ""
+        self.header = before + cue.removesuffix(self._opening)
+        added = tokenizer.added_tokens_decoder
+        self._added = [token.content for token in added.values()]
+        ends = (i for i, token in added.items() if token.special and token.content != form.end)
+        self._ends = {tokenizer.eos_token_id, *ends}
+
+    def read(
+        self, ids: list[int], tools: Tools, *, has_opening: bool = False
+    ) -> SampledTurn | None:
+        """Reads a turn; None stands for plain text.
+
+        Args:
+            has_opening: Whether the turn contains the part of the generation prompt.
+        """
+        digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:7]
+        while ids and ids[-1] in self._ends:
+            ids = ids[:-1]
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        text = text if has_opening else self._opening + text
+        begins = self._begins(text)
+        if self.form.begin and not begins and not (self._start and self._start in text):
+            return None
+        request = _request(json.dumps(tools))
+        parts = self._parse(text, request)
+        calls, faults = parts.calls, list[str]()
+        in_reasoning = len(self._begins(parts.reasoning))
+        if in_reasoning and in_reasoning == len(begins):
+            faults.append("A tool call inside the reasoning is not run: end the reasoning first.")
+        begins, content = begins[in_reasoning:], parts.content
+        if len(calls) < len(begins):
+            calls = self._piecewise(text, begins, request, faults) or calls
+            if not calls and text[begins[0] :] not in content:
+                content += text[begins[0] :]
+        if begins and self.form.end:
+            _, end, rest = text[begins[-1] :].rpartition(self.form.end)
+            if not end:
+                calls = calls[: len(begins) - 1]
+                faults.append(f"The last tool call is not closed with {self.form.end}")
+            elif rest := self._without_controls(rest):
+                faults.append(f"Text after a tool call is not read: {rest[:_QUOTED]}")
+        turn: Turn = {"role": "assistant", "content": content}
+        if parts.reasoning:
+            turn["reasoning_content"] = parts.reasoning
+        read = []
+        for index, (sampled, name, arguments) in enumerate(calls):
+            if (function := _function(name, arguments)) is None:
+                quoted = f"{name!a:.{_QUOTED}}: {arguments!a:.{_QUOTED}}"
+                faults.append(f"The arguments of this call are not a JSON object: {quoted}")
+                continue
+            number = sampled if sampled and sampled in text else f"{digest}{index:02d}"
+            read.append({"type": "function", "id": number, "function": function})
+        return SampledTurn({**turn, "tool_calls": read} if read else turn, tuple(faults))
+
+    def _begins(self, text: str) -> list[int]:
+        if not self.form.begin:
+            return []
+        return [match.start() for match in re.finditer(self.form.begin, text)]
+
+    def _parse(self, text: str, request: Any) -> _Parts:
+        kind = self._thinking if self._start and self._start in text else self._plain
+        parser = kind(self._tokenizer, request.tools, **self._options)
+        try:
+            reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True)
+            read = [(call.id or "", call.name, call.arguments) for call in calls or ()]
+        except Exception:  # noqa: BLE001  (parsers may raise anything for what a model samples)
+            return _Parts("", text, [])
+        content = (
+            (content or "").strip() if read else (content or "").lstrip("\n" * bool(reasoning))
+        )
+        return _Parts((reasoning or "").strip("\n"), content, read)
+
+    def _piecewise(
+        self, text: str, begins: list[int], request: Any, faults: list[str]
+    ) -> list[tuple[str, str, str]]:
+        """Reads calls one by one, so that a broken one does not hide the others."""
+        calls = []
+        for start, end in zip(begins, [*begins[1:], len(text)], strict=True):
+            piece = text[start:end]
+            read = self._parse(piece, request).calls
+            calls += read
+            if not read:
+                faults.append(f"This tool call cannot be read: {piece.strip()[:_QUOTED]}")
+        return calls
+
+    def _without_controls(self, text: str) -> str:
+        for token in self._added:
+            text = text.replace(token, "")
+        return text.strip()
+
+
+_QUOTED = 200
+"""Characters of a faulty call that are repeated to the model."""
+
+_USER: Turn = {"role": "user", "content": "Hi"}
+
+
+def _rendered(tokenizer: Any, turns: list[Turn], **options: Any) -> str:
+    return render_turns(tokenizer, turns, what="a turn with calls", tools=_TOOLS, **options)
+
+
+def _function(name: str, arguments: str) -> dict[str, Any] | None:
+    """Returns a function that can be stored and rendered; None if the arguments are no object."""
+    try:
+        filled = json.loads(arguments)
+        json.dumps([name, filled], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return {"name": name, "arguments": filled} if isinstance(filled, dict) else None
+
+
+@lru_cache(maxsize=64)
+def _request(tools: str) -> Any:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(messages=[_USER], tools=json.loads(tools), tool_choice="auto")
+
+
+def _schema(**types: Any) -> dict[str, Any]:
+    kinds = {key: {"type": kind, "description": key} for key, kind in types.items()}
+    return {"type": "object", "description": "Values", "properties": kinds, "required": []}
+
+
+_PLACE = _schema(text="string", count="integer", scale="number", exact="boolean", tags="array")
+_PLACE["properties"] |= _schema(until=["string", "null"])["properties"]
+_PLACE["properties"]["where"] = _schema(x="integer")
+_TOOLS = [
+    {"type": "function", "function": {"name": name, "description": name, "parameters": schema}}
+    for name, schema in (("find_place", _PLACE), ("wait", _schema(seconds="integer")))
+]
+
+
+def _calls(*calls: tuple[str, dict[str, Any]], **keys: str) -> Turn:
+    written = [
+        {"type": "function", "id": f"call0000{index}", "function": {"name": n, "arguments": a}}
+        for index, (n, a) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": written, **keys}
+
+
+_TYPES = {"count": 3, "scale": -0.5, "exact": True, "where": {"x": 1}, "tags": ["a", "b c"]}
+_NEEDED = (
+    _calls(("wait", {"seconds": 1})),
+    _calls(("wait", {"seconds": 1}), ("find_place", {"text": "Rome", "count": 2})),
+    _calls(("find_place", {"text": "Rome", **_TYPES})),
+)
+_WISHED = (
+    _calls(("wait", {"seconds": 1}), content="One moment."),
+    _calls(("find_place", {"text": "Rome", "until": None})),
+    _calls(("find_place", {"text": "Zü \"r'i\nch\\"})),
+    _calls(("wait", {"seconds": 1}), reasoning_content="Why?\nYes."),
+)
+
+
+def _is_read(parser: _CallParser, tokenizer: Any, turn: Turn) -> bool | None:
+    """Whether a turn is read back as the template writes it; None if it does not write it."""
+    reasoning = turn.get("reasoning_content", "")
+    aliases = {"reasoning": reasoning, "thinking": reasoning} if reasoning else {}
+    try:
+        text = _rendered(tokenizer, [_USER, {**turn, **aliases}])
+    except DataError:
+        return None
+    names = [call["function"]["name"] for call in turn["tool_calls"]]
+    sampled = text.removeprefix(parser.header).rstrip()
+    if not text.startswith(parser.header) or not all(
+        part in sampled for part in (reasoning, turn["content"], *names)
+    ):
+        return None
+    ids = tokenizer.encode(sampled, add_special_tokens=False)
+    read = parser.read(ids, _TOOLS, has_opening=True)
+    if read is None or read.faults:
+        return False
+    calls = [call["function"] for call in read.turn.get("tool_calls", ())]
+    return (
+        calls == [call["function"] for call in turn["tool_calls"]]
+        and read.turn["content"] == turn["content"]
+        and read.turn.get("reasoning_content", "") == reasoning
+    )
+
+
+@lru_cache(maxsize=8)
+def _proven(tokenizer: Any, template: str, name: str | None) -> _CallParser:
+    """Returns the format's parser that reads most of the turns; `template` is a part of the key."""
+    try:
+        import vllm.parser  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "tools need vLLM, whose parsers read the calls",
+            got=f"{type(error).__name__}: {error}",
+            fix="install it: uv pip install 'nemo-rl-flow[cpu]', or [gpu]",
+        ) from error
+    candidates = [form for form in FORMATS if re.search(form.marker, str(template))]
+    if name:
+        candidates = [form for form in FORMATS if form.parser == name] or [_named(name)]
+    best: tuple[int, _CallParser] | None = None
+    for form in candidates:
+        try:
+            parser = _CallParser(tokenizer, form)
+        except (RuntimeError, TypeError, ValueError):  # the vocabulary lacks a token
+            continue
+        needed = [_is_read(parser, tokenizer, turn) for turn in _NEEDED]
+        if False in needed or (needed[0] is None and not name):
+            continue
+        score = sum(_is_read(parser, tokenizer, turn) is True for turn in _WISHED)
+        if best is None or score > best[0]:
+            best = score, parser
+    if best is None:
+        raise ConfigError(
+            "no parser reads the tool calls that the chat template writes",
+            expected="calls that are read back as they were written",
+            got=", ".join(form.parser for form in candidates) or "a template without known calls",
+            fix="set environment.tool_parser to a parser of vLLM that reads the model's calls, or "
+            "use a model whose chat template writes tool calls",
+        )
+    return best[1]
+
+
+def _named(name: str) -> CallFormat:
+    from vllm.tool_parsers import ToolParserManager
+
+    names = sorted(ToolParserManager.list_registered())
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        raise ConfigError(
+            f"environment.tool_parser: vLLM has no tool parser {name!r}",
+            expected=", ".join(names),
+            got=name,
+            fix=f"write {near[0]}" if near else "choose one of these",
+        )
+    return CallFormat("", name)
