@@ -1,0 +1,150 @@
+"""Histories that clients rewrite in every way continue sampled tokens and never those of others."""
+
+import asyncio
+import copy
+import json
+import random
+from typing import Any
+
+import openai
+import pytest
+
+from tests.unit.agents.conftest import ADD, CALL, RecordedEngine, session_of
+
+NUM_SESSIONS = 8
+History = list[dict[str, Any]]
+
+
+def respelled(turn: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """An equal turn as another client might send it."""
+    turn = copy.deepcopy(turn)
+    if turn["role"] == "system" and draw.random() < 0.3:
+        turn["role"] = "developer"
+    if turn["content"]:
+        if draw.random() < 0.3:
+            turn["content"] = draw.choice(["", " ", "\n\n"]) + turn["content"] + draw.choice([" ", "\n"])
+        if draw.random() < 0.2:
+            middle = draw.randrange(len(turn["content"]))
+            parts = turn["content"][:middle], turn["content"][middle:]
+            turn["content"] = [{"type": "text", "text": part} for part in parts]
+    elif draw.random() < 0.5:
+        turn["content"] = draw.choice([None, ""])
+    for call in turn.get("tool_calls") or ():
+        arguments = json.loads(call["function"]["arguments"])
+        items = list(arguments.items())
+        draw.shuffle(items)
+        as_javascript = {key: int(value) if value == 1.0 else value for key, value in items}
+        call["function"]["arguments"] = json.dumps(as_javascript, indent=draw.choice([None, 2]))
+        if draw.random() < 0.5:
+            call["id"] = f"call_{draw.random()}"
+    extra = draw.choice(["refusal", "annotations", "audio", None])
+    if extra:
+        turn[extra] = None
+    keys = list(turn)
+    draw.shuffle(keys)
+    return {key: turn[key] for key in keys}
+
+
+def rewritten(history: History, draw: random.Random) -> History:
+    """Another conversation: shorter, in another order, or with another turn."""
+    history = copy.deepcopy(history)
+    kind = draw.choice(["cut", "order", "edit", "roles"])
+    place = draw.randrange(len(history))
+    if kind == "cut":
+        return history[: place + 1]
+    if kind == "order":
+        other = draw.randrange(len(history))
+        history[place], history[other] = history[other], history[place]
+    elif kind == "edit":
+        history[place]["content"] = f"Edited {draw.random()}"
+        history[place].pop("tool_calls", None)
+    else:
+        history[place] = {"role": draw.choice(["user", "assistant"]), "content": "Other role"}
+    return history
+
+
+async def fuzz(num_calls: int, tokenizer: Any, server: Any, url: str) -> dict[str, int]:
+    counts = {"continued": 0, "refused": 0, "ambiguous": 0}
+
+    async def agent(number: int) -> None:
+        draw = random.Random(number)
+
+        def text(request: Any) -> str:
+            kind = request.seed % 3
+            return CALL if kind == 0 else f"Session {number}: {request.seed % 50}."
+
+        engine = RecordedEngine(tokenizer, text)
+        session = session_of(engine, number)
+        client = openai.AsyncOpenAI(base_url=url, api_key=server.open(session), max_retries=0)
+        # Histories, with the tokens of the engine up to their last turn.
+        known: list[tuple[History, tuple[int, ...]]] = []
+        for call in range(num_calls // NUM_SESSIONS):
+            base: History = [{"role": "system", "content": f"You are session {number}."}]
+            tokens: tuple[int, ...] | None = None
+            if known and draw.random() < 0.9:
+                base, tokens = draw.choice(known[-20:])
+                if draw.random() < 0.3:
+                    base, tokens = rewritten(base, draw), None
+            if base[-1].get("tool_calls"):
+                new_turn = {"role": "tool", "content": f"{call}", "tool_call_id": "invented"}
+            else:
+                new_turn = {"role": "user", "content": f"Question {draw.randrange(1000)}"}
+            base = [*base, new_turn]
+            sent: Any = [respelled(turn, draw) for turn in base]
+            num_before = len(engine.completions)
+            try:
+                answer = await client.chat.completions.create(
+                    model="any", messages=sent, tools=[ADD]
+                )
+            except openai.BadRequestError:  # a conversation that the template does not write
+                counts["refused"] += tokens is None
+                assert tokens is None
+                continue
+            (choice,) = answer.choices
+            if len(engine.completions) > num_before:
+                prompt, new = engine.completions[-1]
+                if tokens is not None:
+                    # The call continues exactly the tokens that the engine had sampled.
+                    assert prompt[: len(tokens)] == tokens
+                    counts["continued"] += 1
+                turn = choice.message.model_dump(exclude_none=True)
+                known.append(([*base, {"content": None, **turn}], (*prompt, *new)))
+        counts["ambiguous"] += session.num_ambiguous
+        check(session, engine, number)
+
+    await asyncio.gather(*map(agent, range(NUM_SESSIONS)))
+    return counts
+
+
+def check(session: Any, engine: RecordedEngine, number: int) -> None:
+    """Every token of every sample is the engine's, and each turn is trained on once."""
+    left = {(*prompt, *new): (len(prompt), len(new)) for prompt, new in engine.completions}
+    num_turns = 0
+    for sample in session.samples():
+        block = sample.sequence.row.reference.block
+        row, length = sample.sequence.row.number, sample.sequence.length
+        ids = block["input_ids"][row].tolist()[:length]
+        mask = [False, *block["token_mask"][row].tolist()][:length]
+        ends = [at + 1 for at in range(length) if mask[at] and (at + 1 == length or not mask[at + 1])]
+        for end in ends:
+            # A completion of this session's engine has exactly these tokens, and all before.
+            start, size = left.pop(tuple(ids[:end]))
+            assert mask[start : start + size] == [True] * size
+            assert not mask[start - 1]
+        num_turns += len(ends)
+        assert sample.num_written == sum(mask)
+        others = {f"ession {other}" for other in range(NUM_SESSIONS)} - {f"ession {number}"}
+        assert not any(name in json.dumps(sample.turns) for name in others)
+    assert num_turns + session.num_ambiguous == len(engine.completions)
+
+
+@pytest.mark.parametrize(
+    "num_calls", [500, pytest.param(10_000, marks=(pytest.mark.slow, pytest.mark.thorough))]
+)
+def test_no_history_is_tokenized_again_or_mixed(chat_tokenizer, served, num_calls):
+    async def test(server, url):
+        return await fuzz(num_calls, chat_tokenizer, server, url)
+
+    counts = served(test)
+    assert counts["continued"] > num_calls / 3
+    assert counts["ambiguous"] < num_calls / 20
