@@ -9,11 +9,10 @@ from nemo_rl_core.data.loss_masks import (
     SupervisedExample,
     answer_example,
     masked_example,
-    rendered_conversation,
     require_eos,
 )
+from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.data.turns import Turn, as_turns, is_trained
-from nemo_rl_core.data.written import refuse_unwritten
 from nemo_rl_core.errors import DataError
 
 
@@ -27,16 +26,7 @@ def prompt_token_ids(tokenizer: Any, prompt: str, *, row: str | None = None) -> 
     """
     turns = as_turns(prompt, role="user")
     row = row or f"the prompt {prompt[:80]!r}"
-    refuse_unwritten(tokenizer, turns, row=row)
-    ids = rendered_conversation(tokenizer, turns, row, add_generation_prompt=True)[1]
-    if not ids:
-        raise DataError(
-            f"{row} has no tokens",
-            expected="at least one token to sample after",
-            got="a chat template that writes nothing" if tokenizer.chat_template else "no text",
-            fix="remove the row, or use another chat template",
-        )
-    return ids
+    return Renderer(tokenizer).opening(turns, row=row)
 
 
 def supervised_example(tokenizer: Any, prompt: str, completion: str) -> SupervisedExample:

@@ -13,7 +13,7 @@ turn. Contents may use other added tokens, such as `<think>`.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -39,17 +39,19 @@ def encode_conversation(
     *,
     row: str,
     add_generation_prompt: bool,
-    ending: str = "",
+    tools: Sequence[Mapping[str, Any]] = (),
+    after: str = "",
     what: str | None = None,
 ) -> Rendered:
     """Tokenizes a conversation; contents that spell control tokens are encoded as text.
 
     Args:
-        ending: Text to append, without control tokens.
+        tools: JSON schemas of functions.
+        after: Text in front of the part to encode; all of the conversation by default.
         what: Name of the conversation in the error of a failing template; `row` by default.
     """
-    options = {"add_generation_prompt": add_generation_prompt}
-    text, _, ids = _encoded(tokenizer, turns, row, what or row, ending, options)
+    options = {"add_generation_prompt": add_generation_prompt, **_tool_options(tools)}
+    text, _, ids = _encoded(tokenizer, turns, row, what or row, after, options)
     return text, ids
 
 
@@ -155,25 +157,43 @@ def has_lone_surrogate(text: str) -> bool:
     return False
 
 
+def _tool_options(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"tools": [*tools]} if tools else {}
+
+
 def _encoded(
-    tokenizer: Any, turns: Sequence[Turn], row: str, what: str, ending: str, options: dict[str, Any]
+    tokenizer: Any, turns: Sequence[Turn], row: str, what: str, after: str, options: dict[str, Any]
 ) -> tuple[str, str, list[int]]:
     """Returns a conversation's text, its text with guards where needed, and its token ids."""
-    text = render_turns(tokenizer, turns, what=what, **options) + ending
+
+    def rendered(turns: Sequence[Turn], tools: Any) -> str:
+        text = render_turns(tokenizer, turns, what=what, **options | _tool_options(tools or ()))
+        if not after:
+            return text
+        if after not in text:
+            raise DataError(
+                f"the chat template does not write the assistant's turn in {row}",
+                got=repr(text[-80:]),
+                fix="use a chat template that writes calls of tools, or write them as text",
+            )
+        return text[text.rindex(after) + len(after) :]
+
+    tools = options.get("tools")
+    text = rendered(turns, tools)
     refuse_lone_surrogates(text, row)
     ids: list[int] = list(tokenizer.encode(text, add_special_tokens=False))
     template = tokenizer.get_chat_template()
     control = control_tokens(tokenizer, template)
-    guarded_turns = control.guarded_turns(turns, row)
-    if guarded_turns == list(turns):
+    guarded_turns, guarded_tools = control.guarded_turns(turns, row), control.guarded(tools)
+    if guarded_turns == list(turns) and guarded_tools == tools:
         return text, text, ids
     if not tokenizer.is_fast:  # Slow tokenizers cannot encode control tokens as text.
-        if control.pattern.search(json.dumps(list(turns), ensure_ascii=False)):
+        if control.pattern.search(json.dumps([*turns, tools], ensure_ascii=False)):
             raise control_token_error(
                 row, f"a tokenizer without tokenizer.json ({type(tokenizer).__name__})"
             )
         return text, text, ids
-    guarded = render_turns(tokenizer, guarded_turns, what=what, **options) + ending
+    guarded = rendered(guarded_turns, guarded_tools)
     guarded_ids = reader_of(tokenizer, template).encode(guarded, row)
     if len(control.among(guarded_ids)) != control.num_in(guarded):
         raise control_token_error(row, _IN_VOCABULARY)

@@ -60,10 +60,26 @@ def _as_the_template_reads(tokenizer: Any, turns: Sequence[Turn]) -> list[Turn]:
     template = str(tokenizer.get_chat_template())
     if readable and readable[0].get("role") == "developer" and "developer" not in template:
         readable[0]["role"] = "system"
+    if re.search(r"content['\"]?\]? is none", template):  # DeepSeek's for calls without text
+        for turn in readable:
+            if turn.get("tool_calls") and not turn.get("content"):
+                turn["content"] = None
+    if not _writes_text(tokenizer, template):  # LLaVA's
+        for turn in readable:
+            turn["content"] = [{"type": "text", "text": turn.get("content")}]
     if "'environment'" in template and "'tool'" not in template:  # OLMo 3's
         for turn in readable:
             turn["role"] = "environment" if turn["role"] == "tool" else turn["role"]
     return readable
+
+
+@lru_cache(maxsize=16)
+def _writes_text(tokenizer: Any, template: str) -> bool:
+    """Whether the template writes contents that are texts, and not only lists of parts."""
+    try:
+        return _PROBE in _render(tokenizer, [{"role": "user", "content": _PROBE}], {})
+    except Exception:  # noqa: BLE001 (fault boundary: a template may raise anything)
+        return True
 
 
 def _with_text_arguments(turn: Turn) -> Turn:

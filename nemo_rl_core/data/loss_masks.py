@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
-from nemo_rl_core.data.control import Rendered, encode_conversation, encode_text
+from nemo_rl_core.data.control import Rendered
 from nemo_rl_core.data.control_tokens import control_tokens
+from nemo_rl_core.data.renderer import rendered_conversation
 from nemo_rl_core.data.turns import Turn, is_trained
 from nemo_rl_core.data.unknown import (
     OTHER_MODELS,
@@ -105,25 +106,6 @@ def masked_example(
             fix=f"correct or remove the row, or {OTHER_MODELS}",
         )
     return SupervisedExample(token_ids=tuple(ids), loss_mask=tuple(mask))
-
-
-def rendered_conversation(
-    tokenizer: Any, turns: list[Turn], row: str, *, add_generation_prompt: bool
-) -> Rendered:
-    """Returns the text and token ids of a conversation; without a template, of one exchange."""
-    if tokenizer.chat_template:
-        return encode_conversation(
-            tokenizer, turns, row=row, add_generation_prompt=add_generation_prompt
-        )
-    if [turn["role"] for turn in turns] not in (["user"], ["user", "assistant"]):
-        raise DataError(
-            f"{row} has several turns, but the tokenizer has no chat template to write them",
-            expected="one user turn and one assistant turn",
-            got=", ".join(str(turn["role"]) for turn in turns)[:80],
-            fix="use the tokenizer of a chat model, or set its chat_template",
-        )
-    text = "".join(turn["content"] for turn in turns)
-    return text, encode_text(tokenizer, text, row=row)
 
 
 def _after_prompt(

@@ -25,6 +25,7 @@ from nemo_rl_core.data import (
     control_tokens,
     json_values,
     loss_masks,
+    renderer,
     turns,
     unknown,
 )
@@ -50,7 +51,7 @@ _ROWS_PER_PROCESS = 10_000
 """Minimum rows per process, which needs some seconds for imports."""
 
 _BATCH_ROWS = 1_000
-_CODE = (chat, control, control_tokens, json_values, loss_masks, turns, unknown)
+_CODE = (chat, control, control_tokens, json_values, loss_masks, renderer, turns, unknown)
 _OPTIONS = ("template_date", "clean_up_tokenization_spaces", "split_special_tokens")
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 

@@ -5,7 +5,7 @@ never see the content: a tool call, its result, or reasoning to learn.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,26 +28,33 @@ _PROBE = "\U0010fffb"
 
 
 def refuse_unwritten(
-    tokenizer: Any, turns: Sequence[Turn], *, trained: Sequence[int] = (), row: str
+    tokenizer: Any,
+    turns: Sequence[Turn],
+    *,
+    trained: Sequence[int] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+    row: str,
 ) -> None:
-    """Raises if the chat template does not write the text, the calls or the reasoning of a turn.
+    """Raises if the chat template does not write a turn's text, calls or reasoning, or the tools.
 
     Reasoning is checked only in trained turns, since templates omit that of earlier turns on
     purpose.
     """
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    if tools and not _writes_tools(tokenizer, template, turns[0]["role"]):
+        raise DataError(
+            f"{row} has tools that the chat template does not write, so they would not reach the "
+            "model",
+            got=str(tools)[:80],
+            fix="use a chat template that writes tools, or data.drop_columns: [tools]",
+        )
     if not tokenizer.chat_template:
         _refuse_keys_without_template(turns, row)
         return
     for index in trained:
         _refuse_lost_reasoning(tokenizer, turns[: index + 1], row)
-    roles = tuple(f"{turn['role']}{_CALLS if turn.get('tool_calls') else ''}" for turn in turns)
-    alternating = tuple(("user", "assistant")[index % 2] for index in range(len(turns)))
-    # Every template writes these.
-    if roles == alternating and all(turn.keys() <= {"role", "content"} for turn in turns):
+    if not refuse_silent_turns(tokenizer, turns, row):
         return
-    for index in _silent_turns(tokenizer, tokenizer.get_chat_template(), roles):
-        if str(turns[index].get("content") or "").strip():
-            raise _unwritten(row, turns[index], "text", "remove it from the row")
     _refuse_doubled_tags(tokenizer, turns, row)
     for index, turn in enumerate(turns):
         for key in OTHER_CALLS:
@@ -57,6 +64,35 @@ def refuse_unwritten(
         if turn.get("tool_calls") and not _writes(tokenizer, turns, index, _fewer_calls(turn)):
             fix = "remove the row, or write calls into the content in the model's format"
             raise _unwritten(row, turn, "tool_calls", fix)
+
+
+def refuse_silent_turns(tokenizer: Any, turns: Sequence[Turn], row: str) -> bool:
+    """Raises if the chat template does not write a turn with these roles.
+
+    Returns:
+        Whether turns have other keys or roles than those that every template writes.
+    """
+    roles = tuple(f"{turn['role']}{_CALLS if turn.get('tool_calls') else ''}" for turn in turns)
+    alternating = tuple(("user", "assistant")[index % 2] for index in range(len(turns)))
+    # Every template writes these.
+    if roles == alternating and all(turn.keys() <= {"role", "content"} for turn in turns):
+        return False
+    for index in _silent_turns(tokenizer, tokenizer.get_chat_template(), roles):
+        if str(turns[index].get("content") or "").strip():
+            raise _unwritten(row, turns[index], "text", "remove it from the row")
+    return True
+
+
+@lru_cache(maxsize=16)
+def _writes_tools(tokenizer: Any, template: str | None, first: str) -> bool:
+    """Whether the template writes the name of a tool in a conversation that starts with a role."""
+    schema = {"name": _PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
+    roles = dict.fromkeys([first, "user"])
+    turns = [{"role": role, "content": "0"} for role in roles]
+    tools = [{"type": "function", "function": schema}]
+    return bool(template) and _PROBE in render_turns(
+        tokenizer, turns, what="tools", tools=tools, add_generation_prompt=True
+    )
 
 
 def _refuse_doubled_tags(tokenizer: Any, turns: Sequence[Turn], row: str) -> None:

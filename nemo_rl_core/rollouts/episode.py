@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_core.config.trainer import RolloutSettings
-from nemo_rl_core.data.replies import reply_token_ids
+from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows
 from nemo_rl_core.environments.interfaces import checked
@@ -147,11 +147,8 @@ class MultiTurnEpisode:
         message = {"role": reply.role, "content": reply.observation}
         self.messages.append(message)
         try:
-            new = reply_token_ids(
-                self._tokenizer,
-                self._prompt.text,
-                message,
-                last_token=self._last_token,
+            new = Renderer(self._tokenizer).continuation(
+                self.messages[:-1], [message], last_token=self._last_token, row="an observation"
             )
         except DataError as error:  # A tool's output may spell a control token.
             self._error, self.is_over = error.in_one_line, True

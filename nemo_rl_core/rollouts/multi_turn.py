@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_rl_core.data.replies import reply_token_ids
+from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirstTurn
 from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.models.interfaces import GenerationInterface
@@ -45,7 +45,8 @@ class MultiTurnRollouts(RolloutEngine):
         bounds: Bounds,
     ) -> None:
         # Refuses an unsuitable chat template before the first completions.
-        reply_token_ids(tokenizer, "1", {"role": "user", "content": "2"}, last_token=None)
+        turns = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]
+        Renderer(tokenizer).continuation(turns[:2], turns[2:], last_token=None, row="a turn")
         super().__init__(generation, tokenizer, seed=seed)
         self._environment = environment
         self._bounds = bounds

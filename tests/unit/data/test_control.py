@@ -23,7 +23,7 @@ from nemo_rl_core.data.chat import (
 )
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.preview import preview
-from nemo_rl_core.data.replies import reply_token_ids
+from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.errors import DataError
 
@@ -58,6 +58,14 @@ FAMILIES = {
         "</s>",
     ),
 }
+
+
+def reply_token_ids(
+    tokenizer: Any, prompt: str, message: dict[str, str], *, last_token: int | None
+) -> list[int]:
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "0"}]
+    renderer = Renderer(tokenizer)
+    return renderer.continuation(turns, [message], last_token=last_token, row="a turn")
 
 
 def build(template: str, tokens: list[Any], eos: str, *, normalizer: Any = None) -> Any:

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from nemo_rl_core.data.chat import (
     text_example,
 )
 from nemo_rl_core.data.datasets import load_rows
-from nemo_rl_core.data.replies import reply_token_ids
+from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.data.tokenizer import (
     CHARACTERS,
     build_arithmetic_tokenizer,
@@ -27,6 +28,14 @@ from nemo_rl_core.errors import DataError
 
 TOKENIZER = build_arithmetic_tokenizer()
 BYTES = build_byte_tokenizer()
+
+
+def reply_token_ids(
+    tokenizer: Any, prompt: str, message: dict[str, str], *, last_token: int | None
+) -> list[int]:
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "0"}]
+    renderer = Renderer(tokenizer)
+    return renderer.continuation(turns, [message], last_token=last_token, row="a turn")
 
 
 def test_ids_are_specials_then_characters() -> None:

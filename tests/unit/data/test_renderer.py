@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_core.data.replies import reply_token_ids
+from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.errors import DataError
 
@@ -15,6 +15,12 @@ STRICT = "{% for m in messages %}{% if m['role'] not in ['user', 'assistant'] %}
     "{{ raise_exception('roles must be user and assistant') }}{% endif %}{{ m['content'] }}"
     "{{ eos_token if m['role'] == 'assistant' }}{% endfor %}"
 )
+
+
+def reply_token_ids(tokenizer, prompt, message, *, last_token):
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "0"}]
+    renderer = Renderer(tokenizer)
+    return renderer.continuation(turns, [message], last_token=last_token, row="a turn")
 
 
 @pytest.fixture
@@ -66,16 +72,19 @@ def test_appended_replies_equal_the_rendered_conversation(chat):
 
 
 @pytest.mark.parametrize("chat", [THINKS], indirect=True)
-def test_a_template_that_opens_a_turn_differently_is_refused(chat):
-    with pytest.raises(DataError, match=r"differently when another turn follows(.|\n)*<think>0"):
-        reply(chat, "user", "2", 1)
+def test_a_turn_stays_as_sampled_if_the_template_opens_past_turns_differently(chat, caplog):
+    (end,) = chat.convert_tokens_to_ids(["<end>"])
+    assert reply(chat, "user", "2", end) == "\n<|user|>2<end>\n<|assistant|><think>"
+    assert "a new turn with 'r|>0<end>\\n<|assistant|><think>', and a past" in caplog.text
 
 
 @pytest.mark.parametrize("chat", [STRICT], indirect=True)
-def test_a_role_that_the_template_lacks_is_named(chat):
+def test_a_role_that_the_template_lacks_is_a_users_or_named(chat, caplog):
     assert reply(chat, "environment", "2", 1) == "2"
-    with pytest.raises(DataError, match=r"turn of 'tool'(.|\n)*roles must be"):
-        reply(chat, "tool", "2", 1)
+    assert reply(chat, "tool", "2", 3) == "<end>2"
+    assert "are user turns" in caplog.text
+    with pytest.raises(DataError, match=r"turn of 'system'(.|\n)*roles must be"):
+        reply(chat, "system", "2", 1)
 
 
 def test_a_base_model_reads_on(request):
