@@ -81,9 +81,9 @@ class _Context:
         return before + len(self.new_ids)
 
     @property
-    def num_opening_tokens(self) -> int:
-        """Number of tokens before the first sampled turn."""
-        return len(self.new_ids) if self.parent is None else self.parent.context.num_opening_tokens
+    def opening_ids(self) -> tuple[int, ...]:
+        """Tokens before the first sampled turn."""
+        return self.new_ids if self.parent is None else self.parent.context.opening_ids
 
 
 @dataclass(eq=False)
@@ -150,7 +150,7 @@ class AgentSample:
 
     Attributes:
         sequence: All tokens. Tokens that an earlier sample of the session trains on are masked.
-        num_opening_tokens: Number of tokens before the first sampled turn.
+        opening_ids: Tokens before the first sampled turn.
         turns: The conversation, with the policy's turns as they were read.
         texts: Texts of the policy's turns.
         truncated: Whether a limit ended the last turn or refused the next one.
@@ -158,7 +158,7 @@ class AgentSample:
     """
 
     sequence: RemoteTokens
-    num_opening_tokens: int
+    opening_ids: tuple[int, ...]
     turns: tuple[Turn, ...]
     texts: tuple[str, ...]
     truncated: bool
@@ -283,7 +283,7 @@ class Session:
             samples.append(
                 AgentSample(
                     leaf.result.sequence if new == path else _sequence(path, new),
-                    leaf.context.num_opening_tokens,
+                    leaf.context.opening_ids,
                     leaf.turns,
                     tuple(node.result.text for node in path),
                     leaf.is_cut,
@@ -381,7 +381,7 @@ class Session:
 
     def _refuse_over_bounds(self, context: _Context) -> None:
         parent, bounds = context.parent, self._bounds
-        num_new = context.num_tokens - context.num_opening_tokens
+        num_new = context.num_tokens - len(context.opening_ids)
         reason = None
         if context.num_turns >= bounds.max_turns:
             reason = f"{bounds.max_turns} turns"
@@ -435,7 +435,7 @@ class Session:
 
     def _request(self, call: _Call, draw: int) -> CompletionRequest:
         context, options, index = call.context, call.options, self._index
-        num_left = self._bounds.max_tokens + context.num_opening_tokens - context.num_tokens
+        num_left = self._bounds.max_tokens + len(context.opening_ids) - context.num_tokens
         limits = num_left, self._bounds.max_new_tokens, options.max_new_tokens or num_left
         turn = context.num_turns + draw * _TURNS
         return CompletionRequest(

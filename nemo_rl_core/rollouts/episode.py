@@ -194,6 +194,7 @@ class PlayedEpisode:
 
     Attributes:
         sequence: All tokens of the prompt and the turns.
+        prompt_ids: Tokens before the sample's first turn; None for those of the prompt.
     """
 
     sequence: RemoteTokens
@@ -202,6 +203,7 @@ class PlayedEpisode:
     turns: Turns
     reward: float | None
     error: str | None
+    prompt_ids: tuple[int, ...] | None = None
 
     @classmethod
     def failed(cls, prompt: Prompt, error: str) -> "PlayedEpisode":

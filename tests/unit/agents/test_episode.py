@@ -1,0 +1,226 @@
+"""Episodes of agents in their own processes: their samples, rewards and failures."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.agents.episode import Agents
+from nemo_rl_core.config.environment import EnvironmentConfig
+from nemo_rl_core.config.trainer import RolloutSettings
+from nemo_rl_core.data.renderer import Renderer
+from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.rollouts.engine import CompletionRequest, RolloutIndex
+from nemo_rl_core.rollouts.episode import PlayedEpisode
+from nemo_rl_core.types import Prompt
+from tests.unit.agents.conftest import RecordedEngine, numbered
+
+CALCULATOR = '''
+import json
+from openai import AsyncOpenAI
+
+TOOLS = [{"type": "function", "function": {
+    "name": "add", "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "number"},
+                                                    "b": {"type": "number"}}}}}]
+
+async def run(base_url, api_key, row):
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    messages = row["messages"]
+    while True:
+        answer = await client.chat.completions.create(
+            model="any", messages=messages, tools=TOOLS)
+        message = answer.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            return float(message.content == row["answer"])
+        for call in message.tool_calls:
+            total = sum(json.loads(call.function.arguments).values())
+            messages.append(
+                {"role": "tool", "tool_call_id": call.id, "content": str(total)})
+'''
+ASK = '''
+import json, os, sys, time, urllib.request
+row = json.load(sys.stdin)
+def ask(text, **fields):
+    body = {"model": "any", "messages": [{"role": "user", "content": text}], **fields}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+         "Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+'''
+
+
+def play(
+    engine: RecordedEngine,
+    environment: dict[str, Any],
+    prompts: Sequence[tuple[str, str]] = (("Hi", ""),),
+    *,
+    max_turns: int = 5,
+) -> list[Sequence[PlayedEpisode]]:
+    settings = RolloutSettings.model_validate(
+        {
+            "environment": {"kind": "agent", **environment},
+            "rollouts": {"max_turns": max_turns, "max_rollout_tokens": 400},
+            "generation": {"max_new_tokens": 100},
+        }
+    )
+    config: EnvironmentConfig = settings.environment
+    renderer = Renderer(engine.tokenizer)
+
+    async def played() -> list[Sequence[PlayedEpisode]]:
+        agents = Agents(config, settings, engine.tokenizer, make_scorer(config))
+        episodes = []
+        for number, (text, answer) in enumerate(prompts):
+            ids = tuple(renderer.opening([{"role": "user", "content": text}], row="0"))
+            prompt = Prompt(str(number), text, ids, answer, "chat")
+            episodes.append(agents.episode(prompt, RolloutIndex(7, 3, number, 0)))
+        try:
+            return list(await asyncio.gather(*(each.play(engine) for each in episodes)))
+        finally:
+            await agents.close()
+
+    return asyncio.run(played())
+
+
+def python(code: str, **options: Any) -> dict[str, Any]:
+    return {"command": [sys.executable, "-c", ASK + code], **options}
+
+
+def one(played: list[Sequence[PlayedEpisode]]) -> PlayedEpisode:
+    ((sample,),) = played
+    return sample
+
+
+def test_eight_agents_call_a_tool_at_once(
+    chat_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "calculator.py").write_text(CALCULATOR)
+    by_prompt = {}
+
+    def text(request: CompletionRequest) -> str:
+        said = chat_tokenizer.decode(request.token_ids)
+        if request.before is None:
+            a, b = said.rpartition("user\n")[2].partition("<|im_end|>")[0].split("+")
+            call = {"name": "add", "arguments": {"a": int(a), "b": int(b)}}
+            return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+        return said.partition("<tool_response>\n")[2].partition("\n")[0]
+
+    engine = RecordedEngine(chat_tokenizer, text)
+    prompts = [(f"{n}+{n * n}", str(n + n * n + n % 2)) for n in range(8)]
+    played = play(engine, {"target": "calculator:run", "max_concurrent": 8}, prompts)
+    full = [(*prompt, *new) for prompt, new in engine.completions]
+    for number, (sample,) in enumerate(played):
+        # A wrong reference for odd numbers; the agent compares.
+        assert (sample.reward, sample.error) == (1.0 - number % 2, None)
+        assert sample.turns.rewards == (0.0, 1.0 - number % 2)
+        assert [each["role"] for each in sample.turns.messages] == [
+            *("user", "assistant", "tool", "assistant")
+        ]
+        block = sample.sequence.row.reference.block
+        ids = tuple(block["input_ids"][sample.sequence.row.number].tolist())
+        assert ids in full
+        assert sample.prompt_ids == ids[: len(sample.prompt_ids)]
+        by_prompt[sample.prompt_ids] = ids
+    assert len(by_prompt) == 8  # the tools are in the prompt, and no session got another's
+
+
+def test_paths_of_an_agent_share_its_reward(engine: RecordedEngine) -> None:
+    code = 'ask("Hi"); ask("Summary"); print(json.dumps({"reward": 0.25, "turns": 2}))'
+    ((first, second),) = play(engine, python(code))
+    assert [first.reward, second.reward] == [0.25, 0.25]
+    texts = {each.turns.messages[0]["content"]: each.prompt_ids for each in (first, second)}
+    assert texts.keys() == {"Hi", "Summary"}
+    assert texts["Hi"] is None  # it shares the prompt's tokens
+    assert texts["Summary"] is not None
+
+
+def test_a_scorer_reads_the_last_turn(engine: RecordedEngine) -> None:
+    code = 'ask("Hi"); ask(row["prompt"] + "?"); sys.exit(row["answer"] == "no")'
+    environment = python(code, reward={"kind": "regex", "pattern": r"The answer is \d+\."})
+    played = play(engine, environment, [("one", ""), ("two", ""), ("three", "no")])
+    assert [[each.reward for each in samples] for samples in played] == [
+        *([1.0, 1.0], [1.0, 1.0], [None, None])
+    ]
+    assert "exit code 1" in str(played[2][0].error)
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "error"),
+    [
+        ("sys.stderr.write('no key'); sys.exit(3)", {}, "ended with exit code 3; got: .*no key"),
+        ("ask('Hi'); print('{\"reward\": 1}'); sys.exit(3)", {}, "exit code 3"),
+        ("ask('Hi'); os.kill(os.getpid(), 9)", {}, "exit code -9"),
+        ("ask('Hi'); time.sleep(99)", {"episode_timeout_seconds": 1.5}, "did not end in time"),
+        ("ask('Hi')", {}, "reported no reward; got: the output ''"),
+        ("ask('Hi'); print('{\"reward\": 1}'); print('done')", {}, "no reward.*done"),
+        ("ask('Hi'); print('{\"reward\": NaN}')", {}, "not finite"),
+        ("ask('Hi'); print('{\"reward\": null}')", {}, "not a number"),
+        ("print('{\"reward\": 1}')", {}, "sampled nothing"),
+        ("ask('Hi', temperature=0.5)", {}, "exit code 1.*HTTP Error 400"),
+    ],
+)
+def test_failures_are_errors_of_their_episode(
+    engine: RecordedEngine, code: str, options: dict[str, Any], error: str
+) -> None:
+    sample = one(play(engine, python(code, **options)))
+    assert sample.reward is None
+    assert sample.error is not None
+    import re
+
+    assert re.search(error, sample.error), sample.error
+
+
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_an_agent_that_stops_at_a_limit_can_be_scored(
+    engine: RecordedEngine, is_scored: bool
+) -> None:
+    code = """
+messages = [{"role": "user", "content": "Hi"}]
+while True:
+    messages.append({"role": "assistant", "content": ask("", messages=messages)})
+    messages.append({"role": "user", "content": "More."})
+"""
+    reward = {"reward": {"kind": "regex", "pattern": "The.*"}} if is_scored else {}
+    sample = one(play(engine, python(code, **reward), max_turns=2))
+    assert sample.truncated
+    assert len(sample.turns.rewards) == 2
+    if is_scored:
+        assert (sample.reward, sample.turns.rewards) == (1.0, (0.0, 1.0))
+    else:
+        assert "exit code 1" in str(sample.error)
+
+
+def test_a_child_that_outlives_its_agent_reaches_nothing(
+    engine: RecordedEngine, tmp_path: Path
+) -> None:
+    noted = tmp_path / "noted"
+    code = f"""
+ask("Hi")
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(0.7)
+    open({str(noted)!r}, "w").write("alive")
+    ask("later")
+print('{{"reward": 1}}', flush=True)
+"""
+    assert one(play(engine, python(code))).reward == 1.0
+    assert len(engine.requests) == 1
+    assert not noted.exists()
+    assert os.times() is not None
+
+
+def test_no_port_remains(engine: RecordedEngine) -> None:
+    code = 'ask("Hi"); print("\\n" + json.dumps({"reward": 1, "url": os.environ["OPENAI_BASE_URL"]}))'
+    play(engine, python(code))
+    assert numbered(engine.requests[0]) == engine.tokenizer.decode(
+        engine.completions[0][1], skip_special_tokens=True
+    )
