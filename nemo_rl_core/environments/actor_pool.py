@@ -1,9 +1,8 @@
 """Pool of Ray actors that process rows and are replaced when they hang or die."""
 
+import asyncio
 import logging
 import os
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from nemo_rl_core.config.environment import EnvironmentWorkers
 from nemo_rl_core.config.isolation import IsolatedPackages
 from nemo_rl_core.distributed.cpu_time import read_cpu_seconds
+from nemo_rl_core.distributed.event_loop import event_loop, run_on_loop
 from nemo_rl_core.distributed.isolation import isolated_path, search_path
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster, start_ray
 from nemo_rl_core.errors import NemoRLError, WorkerError
@@ -31,19 +31,6 @@ class CallError:
 
     what: str
     got: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    indices: tuple[int, ...]
-    is_retry: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    actor: Any
-    deadline: float
-    piece: _Piece | None = None
 
 
 class _Shares:
@@ -106,44 +93,103 @@ class ActorPool:
         self._remote = ray.remote(num_cpus=0, runtime_env={"env_vars": variables})(actor_class)
         self._make, self._workers, self._bundles = make, workers, bundles
         self._shares: _Shares | None = None
-        self._idle: list[Any] = []
-        self._busy: dict[Any, _Call] = {}
+        self._actors: dict[int, Any] = {}  # by number, which a replacement keeps
+        self._idle: list[int] = []
+        self._waiting: list[tuple[int | None, asyncio.Future[int]]] = []
+        self._calls: set[asyncio.Task[list[Any]]] = set()
         self._num_failed_in_a_row = 0
         self.start_result: Any = None
         self.num_restarts = 0
-        self._start()
+        self.ensure_started()
 
     def run(self, rows: Sequence[Any]) -> list[Any]:
         """Returns one result per row, in order, or a `CallError`.
 
         So many failed calls in a row that the rows cannot be the cause raise WorkerError.
         """
-        if not (self._idle or self._busy):
-            self._start()
+        self.ensure_started()
         try:
-            return self._run(rows)
+            return run_on_loop(self._run(rows))
         except BaseException:
             self.close()
             raise
 
-    def _run(self, rows: Sequence[Any]) -> list[Any]:
+    async def _run(self, rows: Sequence[Any]) -> list[Any]:
         size = self._workers.rows_per_call
-        indices = range(len(rows))
-        waiting = deque(
-            _Piece(tuple(indices[start : start + size])) for start in range(0, len(rows), size)
-        )
-        results: dict[int, Any] = {}
-        while len(results) < len(rows):
-            while waiting and self._idle:
-                self._call(waiting.popleft(), rows)
-            self._wait(waiting, results)
-        return [results[index] for index in indices]
+        pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
+        results = await asyncio.gather(*(self.call(each) for each in pieces))
+        return [result for of_piece in results for result in of_piece]
+
+    async def call(
+        self, rows: Sequence[Any], *, home: int | None = None, actor: Any = None
+    ) -> list[Any]:
+        """Returns one result per row, or a `CallError`; an idle actor runs all rows.
+
+        A cancelled call continues, since its actor is busy.
+
+        Args:
+            home: Number of the actor, for rows that no other actor can run: they are not retried.
+            actor: The actor itself; if it was replaced, the rows fail.
+        """
+        call = asyncio.create_task(self._call(rows, home=home, actor=actor))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return await asyncio.shield(call)
+
+    async def _call(
+        self, rows: Sequence[Any], *, home: int | None, actor: Any, is_retry: bool = False
+    ) -> list[Any]:
+        number = await self._idle_actor(home)
+        try:
+            if actor not in (None, self._actors[number]):
+                return [CallError("was replaced", "its state is lost")] * len(rows)
+            seconds = self._workers.call_timeout_seconds
+            returned = await _result(self._actors[number].run.remote(list(rows)), seconds)
+            if not isinstance(returned, CallError):
+                self._num_failed_in_a_row = 0
+                results: list[Any] = returned
+                return results
+            await self._replace(number, returned)
+        finally:
+            if number in self._actors:  # the pool was not closed
+                self._idle.append(number)
+                self._assign()
+        if is_retry or home is not None:
+            return [returned] * len(rows)
+        retries = (self._call([row], home=None, actor=None, is_retry=True) for row in rows)
+        return [result for (result,) in await asyncio.gather(*retries)]
+
+    async def _idle_actor(self, home: int | None) -> int:
+        number: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append((home, number))
+        self._assign()
+        return await number
+
+    def _assign(self) -> None:
+        """Gives idle actors to calls, in the order of the calls."""
+        for waiting in list(self._waiting):
+            home, number = waiting
+            suitable = [each for each in self._idle if home in (None, each)]
+            if suitable and not number.done():
+                self._idle.remove(suitable[0])
+                number.set_result(suitable[0])
+            if number.done():
+                self._waiting.remove(waiting)
+
+    @property
+    def num_actors(self) -> int:
+        """Number of actors."""
+        return self._workers.num_workers
+
+    def actor(self, number: int) -> Any:
+        """Returns the actor that has a number now."""
+        return self._actors[number]
 
     def call_idle(self, method: str) -> list[Any]:
         """Returns the results of a method of all idle actors that answer within the deadline."""
         import ray
 
-        calls = [getattr(actor, method).remote() for actor in self._idle]
+        calls = [getattr(self._actors[each], method).remote() for each in self._idle]
         results = []
         if calls:
             limit = self._workers.call_timeout_seconds
@@ -154,106 +200,64 @@ class ActorPool:
         return results
 
     def close(self) -> None:
-        """Ends all actors, including those that hang; the next call of `run` starts new ones."""
+        """Ends all actors, including those that hang; the next call starts new ones."""
         import ray
 
         usage.unwatch(self)
-        closing = [actor.close.remote() for actor in self._idle]
+        for call in list(self._calls):
+            event_loop().call_soon_threadsafe(call.cancel)
+        closing = [self._actors[each].close.remote() for each in self._idle]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
-        for actor in [*self._idle, *(call.actor for call in self._busy.values())]:
+        for actor in self._actors.values():
             ray.kill(actor)
-        self._idle, self._busy = [], {}
+        self._actors, self._idle, self._waiting = {}, [], []
         if self._shares is not None:
             self._shares.release()
             self._shares = None
 
     def cpu_seconds(self, timeout_seconds: float) -> dict[str, float]:
         """Returns the CPU seconds of each idle actor by its id."""
-        return read_cpu_seconds(self._idle, timeout_seconds)
+        return read_cpu_seconds([self._actors[each] for each in self._idle], timeout_seconds)
 
-    def _start(self) -> None:
-        usage.watch(self)
-        if self._bundles is not None:
-            self._shares = _Shares(self._bundles, self._workers.num_workers)
+    def ensure_started(self) -> None:
+        """Starts the actors, unless they are running."""
+        if self._actors:
+            return
         try:
-            for _ in range(self._workers.num_workers):
-                self._start_one()
-            while self._busy:
-                self._wait(deque(), {})
+            run_on_loop(self._start_all())
         except BaseException:
             self.close()
             raise
 
-    def _start_one(self) -> None:
+    async def _start_all(self) -> None:
+        usage.watch(self)
+        if self._bundles is not None:
+            self._shares = _Shares(self._bundles, self.num_actors)
+        await asyncio.gather(*(self._start_one(number) for number in range(self.num_actors)))
+        self._idle = list(range(self.num_actors))
+
+    async def _start_one(self, number: int) -> None:
         if self._shares is None:
             actor = self._remote.remote(self._make)
         else:
             actor = self._shares.start(self._remote, self._make)
-        self._busy[actor.start.remote()] = _Call(actor, time.monotonic() + _START_SECONDS)
+        self._actors[number] = actor
+        self.start_result = await _result(actor.start.remote(), _START_SECONDS, is_start=True)
+        if isinstance(self.start_result, CallError):
+            raise WorkerError(
+                "an actor for the environment did not start",
+                got=f"it {self.start_result.what}: {self.start_result.got}",
+                fix="run without environment_workers to see the environment's own error",
+            )
 
-    def _call(self, piece: _Piece, rows: Sequence[Any]) -> None:
-        actor = self._idle.pop(0)
-        reference = actor.run.remote([rows[index] for index in piece.indices])
-        deadline = time.monotonic() + self._workers.call_timeout_seconds
-        self._busy[reference] = _Call(actor, deadline, piece)
-
-    def _wait(self, waiting: "deque[_Piece]", results: dict[int, Any]) -> None:
-        import ray
-
-        nearest = min(call.deadline for call in self._busy.values())
-        ray.wait(list(self._busy), timeout=max(nearest - time.monotonic(), 0.0))
-        # A call that ended between two runs is not late, even if its deadline has passed.
-        ready, _ = ray.wait(list(self._busy), num_returns=len(self._busy), timeout=0)
-        for reference in ready:
-            self._collect(reference, self._busy.pop(reference), waiting, results)
-        now = time.monotonic()
-        late = [key for key, call in self._busy.items() if call.deadline <= now]
-        for reference in late:
-            call = self._busy.pop(reference)
-            seconds = _START_SECONDS if call.piece is None else self._workers.call_timeout_seconds
-            error = CallError("gave no answer", f"nothing within {seconds:g} s")
-            self._replace(call, error, waiting, results)
-
-    def _collect(
-        self, reference: Any, call: _Call, waiting: "deque[_Piece]", results: dict[int, Any]
-    ) -> None:
-        import ray
-        from ray.exceptions import RayActorError, RayTaskError
-
-        try:
-            returned = ray.get(reference)
-        except RayTaskError as error:
-            if isinstance(error.cause, NemoRLError) and call.piece is None:
-                ray.kill(call.actor)
-                raise type(error.cause)(*error.cause.args) from error
-            got = f"{type(error.cause).__name__}: {error.cause}"[:300]
-            self._replace(call, CallError("raised", got), waiting, results)
-        except RayActorError as error:
-            self._replace(call, CallError("died", str(error).splitlines()[0]), waiting, results)
-        else:
-            self._idle.append(call.actor)
-            if call.piece is None:
-                self.start_result = returned
-            else:
-                self._num_failed_in_a_row = 0
-                results.update(zip(call.piece.indices, returned, strict=True))
-
-    def _replace(
-        self, call: _Call, error: CallError, waiting: "deque[_Piece]", results: dict[int, Any]
-    ) -> None:
+    async def _replace(self, number: int, error: CallError) -> None:
         import ray
 
         with suppress(ray.exceptions.RayError):
-            ray.kill(call.actor)
+            ray.kill(self._actors[number])
         if self._shares is not None:
-            self._shares.forget(call.actor)
-        if call.piece is None:
-            raise WorkerError(
-                "an actor for the environment did not start",
-                got=f"it {error.what}: {error.got}",
-                fix="run without environment_workers to see the environment's own error",
-            )
+            self._shares.forget(self._actors[number])
         self._num_failed_in_a_row += 1
         if self._num_failed_in_a_row == _MAX_FAILED_IN_A_ROW:
             raise WorkerError(
@@ -261,10 +265,22 @@ class ActorPool:
                 got=f"the last one {error.what}: {error.got}",
                 fix="fix the environment, or raise environment_workers.call_timeout_seconds",
             )
-        if call.piece.is_retry:
-            results.update(dict.fromkeys(call.piece.indices, error))
-        else:
-            waiting.extend(_Piece((index,), is_retry=True) for index in call.piece.indices)
         self.num_restarts += 1
         _LOG.warning("an environment's actor %s (%s); it is replaced", error.what, error.got)
-        self._start_one()
+        await self._start_one(number)
+
+
+async def _result(reference: Any, seconds: float, *, is_start: bool = False) -> Any:
+    """Returns the result of an actor's call, or a `CallError`; a start raises a `NemoRLError`."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(reference.future()), seconds)
+    except RayTaskError as error:
+        if is_start and isinstance(error.cause, NemoRLError):
+            raise type(error.cause)(*error.cause.args) from error
+        return CallError("raised", f"{type(error.cause).__name__}: {error.cause}"[:300])
+    except RayActorError as error:
+        return CallError("died", str(error).splitlines()[0])
+    except TimeoutError:
+        return CallError("gave no answer", f"nothing within {seconds:g} s")

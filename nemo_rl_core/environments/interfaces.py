@@ -179,14 +179,19 @@ def attempt(
     """Calls a reward. Any exception becomes an outcome."""
     try:
         value = reward()
-    except RewardError as error:
-        return error
     # SystemExit too, since a reward that calls exit() must not end a run with code 0.
     except (Exception, SystemExit) as error:  # noqa: BLE001 (becomes an outcome)
-        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-        got = f"{type(error).__name__}: {shorten(str(error))}{user_location(error)}{notes}"
-        return failure("raised", got, prompt=prompt, completion=completion, source=source)
+        return raised(error, prompt=prompt, completion=completion, source=source)
     return checked(value, prompt=prompt, completion=completion, source=source)
+
+
+def raised(error: BaseException, *, prompt: str, completion: str, source: str) -> RewardError:
+    """Returns the outcome of a reward that has raised an exception."""
+    if isinstance(error, RewardError):
+        return error
+    notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    got = f"{type(error).__name__}: {shorten(str(error))}{user_location(error)}{notes}"
+    return failure("raised", got, prompt=prompt, completion=completion, source=source)
 
 
 def checked(value: Any, *, prompt: str, completion: str, source: str) -> float | RewardError:

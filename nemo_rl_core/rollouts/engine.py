@@ -2,9 +2,9 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from nemo_rl_core.models.generation.remote_completions import (
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.remote_rollouts import CompletionSource, RemoteRollouts
 from nemo_rl_core.types import Prompt
+
+if TYPE_CHECKING:
+    from nemo_rl_core.rollouts.episode import PlayedEpisode
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,8 @@ def results_of(completions: RemoteCompletions) -> list[CompletionResult]:
     return [CompletionResult(*each) for each in zip(*columns, strict=True)]
 
 
-def joined_requests(requests: Sequence[CompletionRequest]) -> Requests:
-    """Returns requests as columns, in order.
+def joined_requests(requests: Sequence[CompletionRequest], *, separately: bool = False) -> Requests:
+    """Returns requests as columns, in order; `separately` is that of `Requests`.
 
     The requests of a group have the same first tokens and are adjacent, so that an engine with a
     prefix cache computes these tokens once.
@@ -96,7 +99,7 @@ def joined_requests(requests: Sequence[CompletionRequest]) -> Requests:
         columns["before"] = RemoteRows.of_each([each.row for each in before])
         columns["before_lengths"] = np.array([each.length for each in before])
     prompt = np.array([indices[id(request.token_ids)] for request in requests])
-    return Requests(list(prompts.values()), prompt, columns)
+    return Requests(list(prompts.values()), prompt, columns, separately)
 
 
 _NOTHING = RemoteTokens(
@@ -126,20 +129,32 @@ class RolloutIndex:
     sample: int
 
 
+Complete = Callable[[CompletionRequest], Awaitable[CompletionResult]]
+"""Completes a request of an episode."""
+
+
 class Episode(Protocol):
-    """A rollout in progress, with one turn or several."""
+    """A rollout that asks for completions at its own pace.
 
-    @property
-    def is_over(self) -> bool:
-        """Whether there are no more requests."""
-        ...
+    Example:
+        >>> async def play(self, complete):                        # doctest: +SKIP
+        ...     while not self.is_over:
+        ...         self.add_completion(await complete(self.request()))
+        ...         self.add_observation(await self.answer())
+        ...     return [self.played()]
+    """
 
-    def request(self) -> CompletionRequest:
-        """Returns the next request to the engine."""
-        ...
+    async def play(self, complete: Complete) -> "Sequence[PlayedEpisode]":
+        """Plays the episode in the event loop of the process (`distributed.event_loop`).
 
-    def add_completion(self, result: CompletionResult) -> None:
-        """Appends a completion of the policy."""
+        Args:
+            complete: Completes a request; a lost engine is restarted and asked again. The seed of
+                a request depends on the run, the step, the rollout and the number of the call
+                (`request_seed`), never on time.
+
+        Returns:
+            Training samples of the episode, mostly one. An exception is the episode's error.
+        """
         ...
 
 
@@ -147,8 +162,8 @@ class RolloutEngine(ABC):
     """Samples groups of rollouts of the same prompt, each with a separate seed.
 
     A request's seed depends only on the run's seed, the step, the indices of prompt and sample, and
-    the turn, so that a rerun, or a resumed run, samples the same tokens. All unfinished episodes
-    advance together with one call of the engine; no episode depends on the others.
+    the turn, so that a rerun, or a resumed run, samples the same tokens. No episode depends on the
+    others.
 
     Attributes:
         has_logprobs: Whether the engine has returned logprobs with all completions so far.
@@ -166,7 +181,7 @@ class RolloutEngine(ABC):
         self.weight_version: int | None = None
 
     @abstractmethod
-    def episode(self, prompt: Prompt, index: RolloutIndex) -> Episode:
+    def episode(self, prompt: Prompt, index: RolloutIndex) -> "Episode | SingleTurnEpisode":
         """Creates a rollout that has not begun."""
 
     @abstractmethod
@@ -215,17 +230,12 @@ class SingleTurnEpisode:
 
     def __init__(self, prompt: Prompt, index: RolloutIndex) -> None:
         self._prompt, self._index = prompt, index
-        self.is_over = False
 
     def request(self) -> CompletionRequest:
         """Returns the request to the engine."""
         index = self._index
         seed = request_seed(index.seed, index.step, index.group, index.sample)
         return CompletionRequest(self._prompt.token_ids, seed)
-
-    def add_completion(self, result: CompletionResult) -> None:
-        """Ends the episode."""
-        self.is_over = True
 
 
 class SingleTurnRollouts(RolloutEngine):

@@ -1,8 +1,4 @@
-"""A multi-turn rollout in progress: its turns so far and its next request.
-
-An episode calls neither engine nor environment. Episodes may therefore advance together, or each as
-soon as its completion arrives; the rollout is the same.
-"""
+"""A multi-turn rollout: its turns so far, and how policy and environment take turns."""
 
 import json
 from collections.abc import Sequence
@@ -15,11 +11,13 @@ from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows
+from nemo_rl_core.environments.conversations import Answer
 from nemo_rl_core.environments.interfaces import checked
 from nemo_rl_core.environments.multi_turn.replies import Reply
 from nemo_rl_core.errors import DataError, RewardError
 from nemo_rl_core.models.generation.remote_completions import RemoteCompletions, without_tokens
 from nemo_rl_core.rollouts.engine import (
+    Complete,
     CompletionRequest,
     CompletionResult,
     RemoteTokens,
@@ -67,10 +65,8 @@ class MultiTurnEpisode:
     Attributes:
         metadata: Argument of the environment's next step.
 
-    Example:
-        >>> while not episode.is_over:                              # doctest: +SKIP
-        ...     episode.add_completion(answer_to(episode.request()))
-        ...     episode.add_observation(reply_to(episode.messages))
+    Args:
+        answer: The environment's side of the conversation, for `play`.
     """
 
     def __init__(
@@ -81,8 +77,10 @@ class MultiTurnEpisode:
         bounds: Bounds,
         tokenizer: Any,
         stop_strings: tuple[str, ...],
+        answer: Answer | None = None,
     ) -> None:
         self._prompt = prompt
+        self._answer = answer
         self._index = index
         self._bounds = bounds
         self._tokenizer = tokenizer
@@ -106,6 +104,14 @@ class MultiTurnEpisode:
             "answer": prompt.answer,
             "task": prompt.task,
         }
+
+    async def play(self, complete: Complete) -> "list[PlayedEpisode]":
+        """Plays all turns; see `rollouts.engine.Episode`."""
+        assert self._answer is not None
+        while not self.is_over:
+            self.add_completion(await complete(self.request()))
+            self.add_observation(await self._answer(list(self.messages), self.metadata))
+        return [self.played()]
 
     def request(self) -> CompletionRequest:
         """Returns the next request to the engine."""

@@ -1,27 +1,34 @@
 """Multi-turn rollouts: policy and environment alternate until either ends the episode."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from nemo_rl_core.data.renderer import Renderer
+from nemo_rl_core.distributed.event_loop import CallQueue
+from nemo_rl_core.environments.conversations import Answer, answers_at_once, conversations
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirstTurn
-from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.models.interfaces import GenerationInterface
+from nemo_rl_core.rollouts.driver import play_all, rollouts_of
 from nemo_rl_core.rollouts.engine import (
+    CompletionRequest,
+    CompletionResult,
     RolloutEngine,
     RolloutIndex,
     joined_requests,
     results_of,
 )
-from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode, played_rollouts
+from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.types import Prompt
 
 
 class MultiTurnRollouts(RolloutEngine):
-    """Plays episodes; each round calls the engine once and then the environment once.
+    """Plays episodes with an environment, each at its own pace.
 
-    The environment rewards each turn, and each rollout has a reward or an error.
+    The environment rewards each turn, and each rollout has a reward or an error. Time never
+    changes a rollout: if the environment answers all conversations together, the engine completes
+    them together, too; otherwise it completes each request in a batch of one row.
 
     Args:
         generation: The engine.
@@ -50,18 +57,22 @@ class MultiTurnRollouts(RolloutEngine):
         super().__init__(generation, tokenizer, seed=seed)
         self._environment = environment
         self._bounds = bounds
+        self._is_in_rounds = answers_at_once(environment)
         self._first_stops: tuple[str, ...] = ()
         if isinstance(environment, StopsFirstTurn):
             self._first_stops = tuple(environment.first_stop_strings)
 
-    def episode(self, prompt: Prompt, index: RolloutIndex) -> MultiTurnEpisode:
-        """Creates a rollout that has not begun."""
+    def episode(
+        self, prompt: Prompt, index: RolloutIndex, answers: Callable[[int], Answer] | None = None
+    ) -> MultiTurnEpisode:
+        """Creates a rollout that has not begun; `play` needs the `conversations` to answer it."""
         return MultiTurnEpisode(
             prompt,
             index,
             bounds=self._bounds,
             tokenizer=self._tokenizer,
             stop_strings=self._first_stops,
+            answer=answers and answers(index.group + index.sample),
         )
 
     def run(
@@ -75,33 +86,29 @@ class MultiTurnRollouts(RolloutEngine):
         releases_memory: bool = False,
         discards_weights: bool = False,
     ) -> RemoteRollouts:
-        """Rolls out every prompt with one call per engine and turn; see `RolloutEngine.run`."""
+        """Plays an episode per rollout, each at its own pace; see `RolloutEngine.run`."""
         indexed = [
             (prompt, RolloutIndex(self._seed, step, group, sample))
             for group, prompt in enumerate(prompts, start=first_group)
             for sample in range(num_generations_per_prompt)
         ]
-        episodes = [self.episode(*each) for each in indexed]
+        calls = CallQueue()
+        answers = conversations(self._environment, calls)
+        episodes = [(each[0], self.episode(*each, answers)) for each in indexed]
         if releases_memory:
             self._generation.prepare_for_generation()
-        while live := [each for each in episodes if not each.is_over]:
-            requests = joined_requests([each.request() for each in live])
-            completions = self._generation.complete(
-                requests, greedy=greedy, weight_version=self.weight_version
-            )
-            self.has_logprobs &= completions.has_logprobs
-            for episode, result in zip(live, results_of(completions), strict=True):
-                episode.add_completion(result)
-            self._step_environment(live)
+        played = play_all(episodes, partial(self._completed, greedy=greedy), calls)
         if releases_memory:
             self._generation.finish_generation(discards_weights=discards_weights)
-        return played_rollouts(indexed, [each.played() for each in episodes])
+        return rollouts_of(indexed, played)
 
-    def _step_environment(self, episodes: Sequence[MultiTurnEpisode]) -> None:
-        replies = checked_replies(
-            self._environment,
-            [list(each.messages) for each in episodes],
-            [each.metadata for each in episodes],
+    def _completed(
+        self, requests: list[CompletionRequest], *, greedy: bool
+    ) -> list[CompletionResult]:
+        completions = self._generation.complete(
+            joined_requests(requests, separately=not self._is_in_rounds),
+            greedy=greedy,
+            weight_version=self.weight_version,
         )
-        for episode, reply in zip(episodes, replies, strict=True):
-            episode.add_observation(reply)
+        self.has_logprobs &= completions.has_logprobs
+        return results_of(completions)

@@ -1,5 +1,6 @@
 """State of the rollouts and steps that a stream has under way."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -7,26 +8,35 @@ import numpy as np
 
 from nemo_rl_core.models.generation.remote_completions import RemoteCompletions, without_tokens
 from nemo_rl_core.models.generation.streaming import KeptCompletion
-from nemo_rl_core.rollouts.engine import Episode, RolloutIndex
-from nemo_rl_core.rollouts.episode import MultiTurnEpisode, PlayedEpisode
+from nemo_rl_core.rollouts.engine import CompletionRequest, CompletionResult, RolloutIndex
+from nemo_rl_core.rollouts.episode import PlayedEpisode
 from nemo_rl_core.rollouts.remote_rollouts import CompletionSource, RemoteRollouts
 from nemo_rl_core.types import Prompt
 
 
-@dataclass
+@dataclass(eq=False)
 class PendingRollout:
     """A rollout that is under way or finished.
 
     Attributes:
-        num_attempts: Number of times that it was submitted from its first token.
+        first_version: First version of the weights that may complete its requests.
+        num_attempts: Number of times that it was begun.
+        request: Request that the engine has not answered.
+        answer: Future of the answer to the request of an episode that plays.
+        playing: Task of an episode that plays.
+        samples: Result of an episode.
         kept: Completion of a single turn, with the id of its request.
     """
 
     prompt: Prompt
     index: RolloutIndex
-    episode: Episode
+    first_version: int = 0
     num_attempts: int = 1
     failure: str | None = None
+    request: CompletionRequest | None = None
+    answer: "asyncio.Future[CompletionResult] | None" = None
+    playing: "asyncio.Task[Sequence[PlayedEpisode]] | None" = None
+    samples: Sequence[PlayedEpisode] | None = None
     kept: tuple[int, KeptCompletion] | None = None
 
     @property
@@ -34,17 +44,17 @@ class PendingRollout:
         """Prompt and position of the rollout."""
         return self.prompt, self.index
 
-    def played(self) -> PlayedEpisode:
-        """Returns the result of a multi-turn episode."""
-        assert isinstance(self.episode, MultiTurnEpisode)
-        if self.failure is None:
-            return self.episode.played()
-        return PlayedEpisode.failed(self.prompt, self.failure)
+    def played(self) -> Sequence[PlayedEpisode]:
+        """Returns the samples of an episode."""
+        if self.failure is not None:
+            return [PlayedEpisode.failed(self.prompt, self.failure)]
+        assert self.samples is not None
+        return self.samples
 
     @property
     def is_over(self) -> bool:
         """Whether the rollout has ended or failed."""
-        return self.failure is not None or self.kept is not None or self.episode.is_over
+        return any(each is not None for each in (self.failure, self.kept, self.samples))
 
 
 @dataclass

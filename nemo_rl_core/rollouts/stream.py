@@ -1,32 +1,47 @@
 """Rollouts of several steps under way at once, for a trainer that does not wait for its engine.
 
-A separate thread collects completions of the engine, steps the environment, submits the next
-requests, and passes draws that have ended to `on_draw`, so that episodes advance, and are scored,
-while the model trains. The caller's thread begins steps, takes them, and updates weights. Both use
-the engine under one lock; an environment, which may be slow, is called outside of it.
+A separate thread collects completions of the engine, submits the next requests, and passes draws
+that have ended to `on_draw`, so that episodes advance, and are scored, while the model trains. The
+caller's thread begins steps, takes them, and updates weights. Both use the engine under one lock.
+Episodes play in the event loop, which never waits for that lock; another thread steps an
+environment that blocks.
 """
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
 
+from nemo_rl_core.distributed.event_loop import CallQueue, event_loop, run_on_loop
+from nemo_rl_core.environments.conversations import conversations
 from nemo_rl_core.environments.interfaces import EnvironmentInterface
-from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.streaming import KeptCompletion, StreamingGeneration
-from nemo_rl_core.rollouts.engine import Episode, RolloutIndex, joined_requests, results_of
-from nemo_rl_core.rollouts.episode import MultiTurnEpisode, played_rollouts
+from nemo_rl_core.rollouts.driver import play, rollouts_of
+from nemo_rl_core.rollouts.engine import (
+    CompletionRequest,
+    CompletionResult,
+    Episode,
+    RolloutIndex,
+    SingleTurnEpisode,
+    joined_requests,
+    results_of,
+)
+from nemo_rl_core.rollouts.episode import PlayedEpisode
 from nemo_rl_core.rollouts.pending import PendingRollout, PendingStep, remote_rollouts
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.types import Prompt, Rollout
 
 _MAX_WAIT_SECONDS = 1.0
+_TURN_WAIT_SECONDS = 0.02
+"""Longest wait for a completion while other episodes may get ready for their next one."""
 _TURN_POLL_SECONDS, _DRAW_POLL_SECONDS = 0.05, 0.25
 """Pauses before each poll while no caller waits: of turns that the environment answers, and of
 single turns, which are only scored. The engine must be free to compute and to take new weights."""
@@ -56,6 +71,8 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
 
     Args:
         generation: Engine that generates between calls, only for this stream.
+        episode: Creates the rollout of a prompt and a `RolloutIndex`; with an environment, it also
+            gets `answers`, the `conversations`.
         timeout_seconds: Seconds that `take` waits before it samples missing rollouts again, and
             again before they fail; None waits forever.
         on_draw: Called with the rollouts of each draw of a step as soon as all have ended, mostly
@@ -67,7 +84,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
     def __init__(
         self,
         generation: StreamingGeneration,
-        episode: Callable[[Prompt, RolloutIndex], Episode],
+        episode: Callable[..., Episode | SingleTurnEpisode],
         environment: EnvironmentInterface | None,
         *,
         seed: int,
@@ -76,8 +93,16 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
     ) -> None:
         self._generation = generation
         generation.keeps_completions = True
+        # Guard the environment and `on_draw`. Locks are acquired in the order `_draw_lock`,
+        # `_environment_lock`, `_lock`.
+        self._environment_lock = threading.Lock()
+        self._draw_lock = threading.Lock()
+        self._calls = CallQueue(self._environment_lock)
         self._new_episode = episode
-        self._environment = environment
+        if environment is not None:
+            self._new_episode = partial(episode, answers=conversations(environment, self._calls))
+        self._asking: list[PendingRollout] = []  # in the event loop
+        self._ready: SimpleQueue[list[PendingRollout]] = SimpleQueue()  # with requests to submit
         self._seed = seed
         self._timeout_seconds = timeout_seconds
         self._on_draw = on_draw
@@ -92,13 +117,13 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         self._polls_next = False  # the thread polls without a pause
         self._lost: WorkerLostError | None = None  # an engine that is not restarted yet
         self._failure: BaseException | None = None  # of the thread
-        # Guard the environment and `on_draw`. Locks are acquired in the order `_draw_lock`,
-        # `_environment_lock`, `_lock`.
-        self._environment_lock = threading.Lock()
-        self._draw_lock = threading.Lock()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=each, name="rollouts", daemon=True)
+            for each in (self._run, self._calls.serve)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def begin(
         self,
@@ -134,8 +159,63 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             for sample in range(pending.num_generations_per_prompt)
         ]
         pending.num_prompts += len(prompts)
-        pending.draw = [PendingRollout(*each, self._new_episode(*each)) for each in requested]
-        self._submit(pending.draw, may_restart=may_restart, first_version=first_version)
+        pending.draw = [PendingRollout(*each, first_version) for each in requested]
+        self._start(pending.draw, may_restart=may_restart)
+
+    def _start(self, rollouts: Sequence[PendingRollout], *, may_restart: bool) -> None:
+        """Starts rollouts; returns when their first requests are submitted."""
+        playing = []
+        for each in rollouts:
+            episode = self._new_episode(*each.requested)
+            if isinstance(episode, SingleTurnEpisode):
+                each.request = episode.request()
+                self._ready.put([each])
+            else:
+                playing.append((each, episode))
+        if playing:
+            run_on_loop(self._play(playing))
+        self._submit_ready(may_restart=may_restart)
+
+    async def _play(self, playing: Sequence[tuple[PendingRollout, Episode]]) -> None:
+        """Begins to play; returns when episodes that need nothing else have asked the engine."""
+        for pending, episode in playing:
+            if pending.playing is not None:
+                pending.playing.cancel()
+            complete = partial(self._complete, pending)
+            pending.playing = asyncio.create_task(play(pending.prompt, episode, complete))
+            pending.playing.add_done_callback(partial(self._end, pending))
+        await asyncio.sleep(0)  # they ask
+        await asyncio.sleep(0)  # and are passed on
+
+    async def _complete(
+        self, pending: PendingRollout, request: CompletionRequest
+    ) -> CompletionResult:
+        answer: asyncio.Future[CompletionResult] = asyncio.get_running_loop().create_future()
+        pending.request, pending.answer = request, answer
+        if not self._asking:
+            answer.get_loop().call_soon(self._pass_on)  # with those of all that can advance now
+        self._asking.append(pending)
+        return await answer
+
+    def _pass_on(self) -> None:
+        self._ready.put(self._asking)
+        self._asking = []
+        self._wake_thread()
+
+    def _end(
+        self, pending: PendingRollout, playing: "asyncio.Task[Sequence[PlayedEpisode]]"
+    ) -> None:
+        if playing is not pending.playing or playing.cancelled():
+            return
+        self._failure = playing.exception() or self._failure
+        pending.samples = None if playing.exception() else playing.result()
+        self._wake_thread()
+
+    def _wake_thread(self) -> None:
+        """Wakes the thread, unless the lock is taken: the thread then looks when it is free."""
+        if self._lock.acquire(blocking=False):
+            self._lock.notify_all()
+            self._lock.release()
 
     def poll_soon(self) -> None:
         """Makes the thread poll now, for a caller that will take a step soon; returns at once.
@@ -177,10 +257,8 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
 
         Returns None if an engine is lost with completions that it kept, which then start again.
         """
-        if self._environment is not None:
-            return played_rollouts(
-                [each.requested for each in draw], [each.played() for each in draw]
-            )
+        if any(each.playing is not None for each in draw):
+            return rollouts_of([each.requested for each in draw], [each.played() for each in draw])
         kept = dict(each.kept for each in draw if each.kept is not None)
         completions = self._call_engine(
             partial(self._generation.take_remotely, kept), may_restart=may_restart
@@ -205,8 +283,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                     self._lock.wait(min(seconds_left, _MAX_WAIT_SECONDS))
                     continue
                 if seconds_left <= 0 and pending.missing:
-                    if self._environment is None:
-                        self._poll()  # the thread does not while it scores another step's draw
+                    self._poll()  # the thread does not while it scores another step's draw
                     self._retry(pending.missing)
                     if pending.has_ended_draw:
                         return False
@@ -232,30 +309,34 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         """
         self._is_closed = True
         if self._lock.acquire(timeout=CLOSE_SECONDS):
+            for each in [each for step in self._steps.values() for each in step.draw]:
+                if each.playing is not None:
+                    event_loop().call_soon_threadsafe(each.playing.cancel)
             self._lock.notify_all()
             self._lock.release()
-        self._thread.join(CLOSE_SECONDS)
+        self._calls.stop()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:
-        """Polls the engine, steps the environment and submits the next turns, in the thread."""
+        """Polls the engine, submits the next turns and ends draws, in the thread."""
         try:
             while True:
                 with self._lock:
                     while not (self._is_closed or self._must_poll()):
                         self._lock.wait()
                     if self._deadline is None:
-                        self._lock.wait_for(self._is_urgent, self._pause_seconds)
+                        self._pause()
                     else:
                         self._lock.wait(_AWAITED_POLL_SECONDS)
                     self._polls_next = False
                     if self._is_closed:
                         return
-                    completed = self._poll() if self._in_flight else []
-                if completed and self._environment is not None:
-                    self._step_environment(completed, self._environment)
+                    self._poll()
                 self._end_draws()
                 with self._lock:
                     self._lock.notify_all()
@@ -266,17 +347,23 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 self._failure = error
                 self._lock.notify_all()
 
-    @property
-    def _pause_seconds(self) -> float:
-        return _DRAW_POLL_SECONDS if self._environment is None else _TURN_POLL_SECONDS
+    def _pause(self) -> None:
+        """Waits for the next poll, or for a draw that ends; submits the turns that are ready."""
+        plays = any(each.playing for step in self._steps.values() for each in step.draw)
+        end = time.monotonic() + (_TURN_POLL_SECONDS if plays else _DRAW_POLL_SECONDS)
+        while not self._is_urgent() and (seconds := end - time.monotonic()) > 0:
+            self._lock.wait_for(lambda: self._is_urgent() or not self._ready.empty(), seconds)
+            self._submit_ready(may_restart=False)
 
     def _is_urgent(self) -> bool:
-        return self._is_closed or self._polls_next or self._deadline is not None
+        is_asked = self._polls_next or self._deadline is not None
+        return self._is_closed or is_asked or bool(self._ended_draws())
 
     def _must_poll(self) -> bool:
-        """Whether there may be completions; not while the engine is lost and no caller waits."""
+        """Whether rollouts are under way; not while the engine is lost and no caller waits."""
         is_awaited = self._deadline is not None
-        return bool(self._in_flight or self._ended_draws()) and (is_awaited or self._lost is None)
+        has_draws = any(step.draw for step in self._steps.values())
+        return has_draws and (is_awaited or self._lost is None)
 
     def _ended_draws(self) -> list[int]:
         """Returns the steps whose draw has ended and was not passed to `on_draw` yet."""
@@ -312,88 +399,74 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 else:
                     pending.is_drawn = True
 
-    def _poll(self) -> list[PendingRollout]:
-        """Adds new completions to their episodes; returns the rollouts that got one."""
+    def _poll(self) -> None:
+        """Submits requests that are ready, and gives new completions to their episodes."""
+        may_restart = self._deadline is not None
+        self._submit_ready(may_restart=may_restart)
+        if not self._in_flight:
+            return
         wait_seconds = 0.0
         if self._deadline is not None:
             wait_seconds = max(0.0, min(self._deadline - time.monotonic(), _MAX_WAIT_SECONDS))
+            if len(self._in_flight) < sum(len(step.missing) for step in self._steps.values()):
+                wait_seconds = min(wait_seconds, _TURN_WAIT_SECONDS)
         answers = self._call_engine(
-            lambda: self._generation.poll(wait_seconds=wait_seconds),
-            may_restart=self._deadline is not None,
+            lambda: self._generation.poll(wait_seconds=wait_seconds), may_restart=may_restart
         )
-        completed, turns = [], {}
+        turns = {}
         for request_id, made in answers or []:
             pending = self._in_flight.get(request_id)
             if pending is None:
                 continue  # cancelled, but finished at the same time
             self._num_restarts_in_a_row = 0
             assert isinstance(made, KeptCompletion)
-            if self._environment is not None:
+            if pending.playing is not None:
                 turns[request_id] = made
                 continue
             del self._in_flight[request_id]
             pending.kept = request_id, made
-            completed.append(pending)
-        return completed + self._take_turns(turns)
+        self._take_turns(turns)
 
-    def _take_turns(self, kept: dict[int, KeptCompletion]) -> list[PendingRollout]:
-        """Makes engines put turns into the object store, and adds these to their episodes.
+    def _take_turns(self, kept: dict[int, KeptCompletion]) -> None:
+        """Makes engines put turns into the object store, and gives these to their episodes.
 
         The turns of a lost engine stay under way and are requested again.
         """
         if not kept:
-            return []
-        requests = {each: self._in_flight[each].episode.request() for each in kept}
-        before = {key: each.before.row for key, each in requests.items() if each.before}
+            return
+        requests = {each: self._in_flight[each].request for each in kept}
+        before = {key: each.before.row for key, each in requests.items() if each and each.before}
         completions = self._call_engine(
             partial(self._generation.take_remotely, kept, before),
             may_restart=self._deadline is not None,
         )
         if completions is None:
-            return []
-        completed = [self._in_flight.pop(each) for each in kept]
-        for pending, turn in zip(completed, results_of(completions), strict=True):
-            pending.episode.add_completion(turn)
-        return completed
+            return
+        answered = [self._in_flight.pop(each).answer for each in kept]
+        pairs = list(zip(answered, results_of(completions), strict=True))
+        event_loop().call_soon_threadsafe(_answer, pairs)
 
-    def _step_environment(
-        self, completed: Sequence[PendingRollout], environment: EnvironmentInterface
-    ) -> None:
-        episodes = [
-            (each, each.episode) for each in completed if isinstance(each.episode, MultiTurnEpisode)
-        ]
-        with self._environment_lock:
-            replies = checked_replies(
-                environment,
-                [list(episode.messages) for _, episode in episodes],
-                [episode.metadata for _, episode in episodes],
-            )
-        with self._lock:
-            for (_, episode), reply in zip(episodes, replies, strict=True):
-                episode.add_observation(reply)
-            # Without episodes that were retried, or failed, during the environment's step.
-            live = [each for each, episode in episodes if each.episode is episode]
-            self._submit(
-                [each for each in live if not each.is_over],
-                may_restart=self._deadline is not None,
-            )
+    def _submit_ready(self, *, may_restart: bool) -> None:
+        ready: list[PendingRollout] = []
+        while not self._ready.empty():
+            ready += self._ready.get()
+        live = [each for each in ready if each.answer is None or not each.answer.cancelled()]
+        self._submit(live, may_restart=may_restart)
 
-    def _submit(
-        self, pending: Sequence[PendingRollout], *, may_restart: bool, first_version: int = 0
-    ) -> None:
+    def _submit(self, pending: Sequence[PendingRollout], *, may_restart: bool) -> None:
         # The engine's next user counts request ids from 0 as well: after a slow reward or
         # environment, a closed stream must not submit requests with the same ids.
-        if not pending or self._is_closed:
+        if self._is_closed:
             return
-        request_ids = [next(self._request_ids) for _ in pending]
-        self._in_flight.update(zip(request_ids, pending, strict=True))
-        requests = joined_requests([each.episode.request() for each in pending]).batch()
-        # Later turns and further draws come before the requests of later steps.
-        requests["priorities"] = torch.tensor([each.index.step for each in pending])
-        submit = partial(
-            self._generation.submit, request_ids, requests, first_version=first_version
-        )
-        self._call_engine(submit, may_restart=may_restart)
+        for version in dict.fromkeys(each.first_version for each in pending):
+            group = [each for each in pending if each.first_version == version]
+            request_ids = [next(self._request_ids) for _ in group]
+            self._in_flight.update(zip(request_ids, group, strict=True))
+            requests = joined_requests([each.request for each in group if each.request]).batch()
+            # Later turns and further draws come before the requests of later steps.
+            requests["priorities"] = torch.tensor([each.index.step for each in group])
+            submit = partial(self._generation.submit, request_ids, requests, first_version=version)
+            self._call_engine(submit, may_restart=may_restart)
 
     def _call_engine(self, call: Callable[[], T], *, may_restart: bool) -> T | None:
         """Calls the engine; returns None if its worker is lost.
@@ -443,9 +516,15 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 each.failure = f"no answer within {self._timeout_seconds:g} s, twice"
             else:
                 each.num_attempts += 1
-                each.episode = self._new_episode(each.prompt, each.index)
-        retried = [each for each in missing if each.failure is None]
-        self._submit(retried, may_restart=True)
+        self._start([each for each in missing if each.failure is None], may_restart=True)
 
     def _new_deadline(self) -> float:
         return time.monotonic() + (self._timeout_seconds or _FOREVER)
+
+
+def _answer(
+    pairs: "Sequence[tuple[asyncio.Future[CompletionResult] | None, CompletionResult]]",
+) -> None:
+    for answer, result in pairs:
+        if answer is not None and not answer.done():  # cancelled
+            answer.set_result(result)

@@ -1,9 +1,11 @@
 """Rows of an `EnvironmentReturn`: making, checking, joining and splitting them."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_rl_core.distributed.event_loop import run_on_loop
 from nemo_rl_core.environments.interfaces import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -11,6 +13,7 @@ from nemo_rl_core.environments.interfaces import (
     attempt,
     checked,
     failure,
+    raised,
 )
 from nemo_rl_core.errors import RewardError
 
@@ -55,7 +58,9 @@ def ask(
     replies: list[Reply] = []
 
     def step() -> float:
-        returned = environment.step(message_log_batch, metadata)
+        returned: Any = environment.step(message_log_batch, metadata)
+        if inspect.iscoroutine(returned):
+            returned = run_on_loop(returned)
         replies.extend(split(returned, len(message_log_batch)))
         return 0.0
 
@@ -86,14 +91,31 @@ def checked_replies(
     """Calls `ask`; a reply with an error or without a finite reward becomes a `RewardError`."""
     source = display_name(environment)
     return [
-        reply if isinstance(reply, RewardError) else _valid(reply, log, source)
+        checked_row(reply, log, source)
         for log, reply in zip(
             message_log_batch, ask(environment, message_log_batch, metadata), strict=True
         )
     ]
 
 
-def _valid(reply: Reply, log: Sequence[Message], source: str) -> Reply | RewardError:
+async def checked_reply(
+    environment: Any, log: Sequence[Message], metadata: Any
+) -> Reply | RewardError:
+    """Awaits the `step` of an environment for one conversation; see `checked_replies`."""
+    context = {"prompt": log[0]["content"], "completion": log[-1]["content"]}
+    try:
+        (reply,) = split(await environment.step([log], [metadata]), 1)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (becomes an outcome)
+        return raised(error, source=display_name(environment), **context)
+    return checked_row(reply, log, display_name(environment))
+
+
+def checked_row(
+    reply: Reply | RewardError, log: Sequence[Message], source: str
+) -> Reply | RewardError:
+    """Returns a reply, or a `RewardError` if it has an error or no finite reward."""
+    if isinstance(reply, RewardError):
+        return reply
     context = {"prompt": log[0]["content"], "completion": log[-1]["content"], "source": source}
     if reply.error is not None:
         return failure("could not score", reply.error, **context)

@@ -3,9 +3,9 @@
 `complete`, `submit` and `take_remotely` run in an engine's worker.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -26,6 +26,7 @@ from nemo_rl_core.distributed.remote_columns import (
     as_block,
     from_block,
 )
+from nemo_rl_core.models.columns import joined_outputs
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.types import Completion
 
@@ -130,11 +131,14 @@ class Requests:
         columns: `seeds [B]` and, optionally, `stop_strings` and `max_new_tokens` of `generate`;
             `before [B]`, `RemoteRows` with the columns of `RemoteCompletions.tokens`; and
             `before_lengths [B]`, the number of their tokens that precede the prompt.
+        separately: Whether an engine completes each request in a batch of one row, so that no bit
+            depends on which requests come together.
     """
 
     prompts: Sequence[Sequence[int]]
     prompt_indices: "np.ndarray[Any, np.dtype[np.int64]]"
     columns: Block
+    separately: bool = False
 
     def __len__(self) -> int:
         return len(self.prompt_indices)
@@ -144,7 +148,7 @@ class Requests:
         used, indices = np.unique(self.prompt_indices[start:end], return_inverse=True)
         prompts = [self.prompts[each] for each in used.tolist()] or self.prompts[:1]
         columns = {name: column[start:end] for name, column in self.columns.items()}
-        return Requests(prompts, indices, columns)
+        return Requests(prompts, indices, columns, self.separately)
 
     def batch(self) -> BatchedDataDict:
         """Returns the columns of `generate`, and those of the tokens before, if any."""
@@ -217,10 +221,23 @@ def complete(
     if sleep is not None:
         backend.wake()
     batch, earlier = full_requests(requests.batch())
-    output = backend.generate(batch, greedy=greedy)
+    output = _generated(partial(backend.generate, greedy=greedy), batch, requests)
     if sleep is not None:
         backend.sleep(**sleep)
     return _completed(output, earlier, _tokenizer(model_folder), weight_version)
+
+
+def _generated(
+    generate: Callable[[BatchedDataDict], Any], batch: BatchedDataDict, requests: Requests
+) -> Mapping[str, Any]:
+    if not (requests.separately and batch.size):
+        output: Mapping[str, Any] = generate(batch)
+        return output
+    lengths = batch["input_lengths"]
+    rows = [batch.select_indices([row]) for row in range(batch.size)]
+    for row, length in zip(rows, lengths.tolist(), strict=True):
+        row["input_ids"] = row["input_ids"][:, :length]
+    return joined_outputs([generate(row) for row in rows])
 
 
 class InProcessEngine:
@@ -250,7 +267,7 @@ class InProcessEngine:
         if releases_memory:
             self.prepare_for_generation()
         batch, earlier = full_requests(requests.batch())
-        output = self._generation.generate(batch, greedy)
+        output = _generated(lambda rows: self._generation.generate(rows, greedy), batch, requests)
         if releases_memory:
             self.finish_generation(discards_weights=discards_weights)
         lengths, tokens, texts = _completed(output, earlier, self._tokenizer, weight_version)
