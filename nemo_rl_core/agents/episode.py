@@ -13,17 +13,21 @@ from nemo_rl_core.agents.process import (
     variables_of,
 )
 from nemo_rl_core.agents.server import AgentServer
-from nemo_rl_core.agents.session import AgentSample, Complete, Session
+from nemo_rl_core.agents.session import AgentSample, Session
 from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.trainer import RolloutSettings
+from nemo_rl_core.distributed.event_loop import run_on_loop
 from nemo_rl_core.environments.interfaces import Scorer, checked
 from nemo_rl_core.errors import RewardError
+from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.engine import (
+    Complete,
     CompletionRequest,
     CompletionResult,
     RolloutIndex,
 )
 from nemo_rl_core.rollouts.episode import Bounds, PlayedEpisode
+from nemo_rl_core.rollouts.multi_turn import EpisodeRollouts
 from nemo_rl_core.rollouts.remote_rollouts import Turns
 from nemo_rl_core.types import Prompt, Rollout, unscored
 
@@ -50,15 +54,12 @@ class Agents:
         generation = settings.generation
         self.sampling = {"temperature": generation.temperature, **generation.reshaping}
         self.slots = asyncio.Semaphore(config.max_concurrent)
+        self.running: set[asyncio.Task[ProcessResult]] = set()
         self.server = AgentServer()
         self._address: asyncio.Future[str] | None = None
         self._host = FunctionHost(config)
         self._scorer, self._scoring = scorer, asyncio.Lock()
         self._waiting: list[tuple[Rollout, asyncio.Future[float | RewardError]]] = []
-
-    def episode(self, prompt: Prompt, index: RolloutIndex) -> "AgentEpisode":
-        """Creates an episode that has not begun."""
-        return AgentEpisode(self, prompt, index)
 
     async def address(self) -> str:
         """Starts the server once, and returns its address."""
@@ -86,7 +87,10 @@ class Agents:
         return await outcome
 
     async def close(self) -> None:
-        """Stops the server and the process that forks functions."""
+        """Ends episodes that still run, the server and the process that forks functions."""
+        for each in self.running:
+            each.cancel()
+        await asyncio.gather(*self.running, return_exceptions=True)
         await self._host.stop()
         if self._address is not None:
             await self._address
@@ -122,7 +126,13 @@ class AgentEpisode:
             max_opening_tokens=agents.max_opening_tokens,
         )
         async with agents.slots:
-            result = await self._run(session)
+            running = asyncio.create_task(self._run(session))
+            agents.running.add(running)
+            running.add_done_callback(agents.running.discard)
+            try:
+                result = await running
+            finally:
+                running.cancel()
         samples = session.samples()
         if not samples:
             return [PlayedEpisode.failed(prompt, _no_samples(result, session).in_one_line)]
@@ -157,6 +167,24 @@ class AgentEpisode:
         if is_scored:
             return await self._agents.score(unscored(self._prompt, self._last_text))
         return reported_reward(result, self._prompt)
+
+
+class AgentRollouts(EpisodeRollouts):
+    """Plays the episodes of an agent; see `AgentEpisode`."""
+
+    def __init__(
+        self, generation: GenerationInterface, tokenizer: Any, agents: Agents, *, seed: int
+    ) -> None:
+        super().__init__(generation, tokenizer, seed=seed)
+        self._agents = agents
+
+    def episode(self, prompt: Prompt, index: RolloutIndex) -> AgentEpisode:
+        """Creates an episode that has not begun."""
+        return AgentEpisode(self._agents, prompt, index)
+
+    def close(self) -> None:
+        """Ends all processes and the server."""
+        run_on_loop(self._agents.close())
 
 
 def _played(prompt: Prompt, sample: AgentSample, outcome: float | RewardError) -> PlayedEpisode:

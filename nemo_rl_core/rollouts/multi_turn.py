@@ -1,5 +1,6 @@
 """Multi-turn rollouts: policy and environment alternate until either ends the episode."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from nemo_rl_core.rollouts.driver import play_all, rollouts_of
 from nemo_rl_core.rollouts.engine import (
     CompletionRequest,
     CompletionResult,
+    Episode,
     RolloutEngine,
     RolloutIndex,
     joined_requests,
@@ -22,13 +24,69 @@ from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.types import Prompt
 
+NewEpisode = Callable[[Prompt, RolloutIndex], Episode]
 
-class MultiTurnRollouts(RolloutEngine):
+
+class EpisodeRollouts(RolloutEngine):
+    """Plays episodes, each at its own pace.
+
+    Time never changes a rollout: the engine completes each request in a batch of one row, unless
+    all episodes advance in rounds.
+    """
+
+    _is_in_rounds = False
+
+    @abstractmethod
+    def episode(self, prompt: Prompt, index: RolloutIndex) -> Episode:
+        """Creates a rollout that has not begun."""
+
+    def _new_episode(self, calls: CallQueue) -> NewEpisode:
+        return self.episode
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_generations_per_prompt: int,
+        step: int,
+        first_group: int = 0,
+        greedy: bool = False,
+        releases_memory: bool = False,
+        discards_weights: bool = False,
+    ) -> RemoteRollouts:
+        """Plays an episode per rollout, each at its own pace; see `RolloutEngine.run`."""
+        indexed = [
+            (prompt, RolloutIndex(self._seed, step, group, sample))
+            for group, prompt in enumerate(prompts, start=first_group)
+            for sample in range(num_generations_per_prompt)
+        ]
+        calls = CallQueue()
+        new_episode = self._new_episode(calls)
+        episodes = [(each[0], new_episode(*each)) for each in indexed]
+        if releases_memory:
+            self._generation.prepare_for_generation()
+        played = play_all(episodes, partial(self._completed, greedy=greedy), calls)
+        if releases_memory:
+            self._generation.finish_generation(discards_weights=discards_weights)
+        return rollouts_of(indexed, played)
+
+    def _completed(
+        self, requests: list[CompletionRequest], *, greedy: bool
+    ) -> list[CompletionResult]:
+        completions = self._generation.complete(
+            joined_requests(requests, separately=not self._is_in_rounds),
+            greedy=greedy,
+            weight_version=self.weight_version,
+        )
+        self.has_logprobs &= completions.has_logprobs
+        return results_of(completions)
+
+
+class MultiTurnRollouts(EpisodeRollouts):
     """Plays episodes with an environment, each at its own pace.
 
-    The environment rewards each turn, and each rollout has a reward or an error. Time never
-    changes a rollout: if the environment answers all conversations together, the engine completes
-    them together, too; otherwise it completes each request in a batch of one row.
+    The environment rewards each turn, and each rollout has a reward or an error. If it answers all
+    conversations together, the engine completes them together, too.
 
     Args:
         generation: The engine.
@@ -75,40 +133,5 @@ class MultiTurnRollouts(RolloutEngine):
             answer=answers and answers(index.group + index.sample),
         )
 
-    def run(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_generations_per_prompt: int,
-        step: int,
-        first_group: int = 0,
-        greedy: bool = False,
-        releases_memory: bool = False,
-        discards_weights: bool = False,
-    ) -> RemoteRollouts:
-        """Plays an episode per rollout, each at its own pace; see `RolloutEngine.run`."""
-        indexed = [
-            (prompt, RolloutIndex(self._seed, step, group, sample))
-            for group, prompt in enumerate(prompts, start=first_group)
-            for sample in range(num_generations_per_prompt)
-        ]
-        calls = CallQueue()
-        answers = conversations(self._environment, calls)
-        episodes = [(each[0], self.episode(*each, answers)) for each in indexed]
-        if releases_memory:
-            self._generation.prepare_for_generation()
-        played = play_all(episodes, partial(self._completed, greedy=greedy), calls)
-        if releases_memory:
-            self._generation.finish_generation(discards_weights=discards_weights)
-        return rollouts_of(indexed, played)
-
-    def _completed(
-        self, requests: list[CompletionRequest], *, greedy: bool
-    ) -> list[CompletionResult]:
-        completions = self._generation.complete(
-            joined_requests(requests, separately=not self._is_in_rounds),
-            greedy=greedy,
-            weight_version=self.weight_version,
-        )
-        self.has_logprobs &= completions.has_logprobs
-        return results_of(completions)
+    def _new_episode(self, calls: CallQueue) -> NewEpisode:
+        return partial(self.episode, answers=conversations(self._environment, calls))

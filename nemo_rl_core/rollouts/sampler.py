@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from nemo_rl_core.agents.episode import AgentRollouts, Agents
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.environment import dedicated_bundles_of_scorers
 from nemo_rl_core.config.trainer import GateConfig, RolloutSettings
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
@@ -143,9 +145,12 @@ class Sampler(AbstractContextManager["Sampler"]):
         else:
             self.generation = CustomEngineAdapter(generation, setup, gate=gate)
         self._max_failed_fraction = settings.rollouts.max_failed_fraction
-        self.engine = self._rollout_engine(settings)
+        self.engine = self._rollout_engine(settings, scorer)
 
-    def _rollout_engine(self, settings: RolloutSettings) -> RolloutEngine:
+    def _rollout_engine(self, settings: RolloutSettings, scorer: Scorer | None) -> RolloutEngine:
+        if scorer is None and isinstance(settings.environment, AgentEnvironment):
+            agents = Agents(settings.environment, settings, self.tokenizer, self._scorer)
+            return AgentRollouts(self.generation, self.tokenizer, agents, seed=settings.seed)
         if self.environment is None:
             return SingleTurnRollouts(self.generation, self.tokenizer, seed=settings.seed)
         return MultiTurnRollouts(
@@ -157,6 +162,11 @@ class Sampler(AbstractContextManager["Sampler"]):
         )
 
     @property
+    def plays_episodes(self) -> bool:
+        """Whether rollouts may have several turns, and are scored while they are sampled."""
+        return not isinstance(self.engine, SingleTurnRollouts)
+
+    @property
     def num_restarts(self) -> tuple[int, int]:
         """Numbers of restarts of the engine and of the environment's actors."""
         return self.generation.num_restarts, getattr(self._scorer, "num_restarts", 0)
@@ -166,8 +176,7 @@ class Sampler(AbstractContextManager["Sampler"]):
 
         If a model scores on a GPU, the engine frees its memory first.
         """
-        # The turns of an episode are rewarded as it advances.
-        has_turns = self.environment is not None
+        has_turns = self.plays_episodes
         if self.scores_on_a_gpu and not has_turns:
             self.generation.finish_generation()
         scored = rollouts
@@ -190,6 +199,8 @@ class Sampler(AbstractContextManager["Sampler"]):
         return post_process_rollouts(environment, rollouts)
 
     def __exit__(self, kind: object = None, *_: object) -> None:
+        if isinstance(self.engine, AgentRollouts):
+            self.engine.close()
         self._scorer.close()
         if kind is None:  # the workers keep running, and the next user may need GPU memory
             self.generation.finish_generation()
