@@ -38,26 +38,22 @@ class Agents:
     """The agents of a sampler, and the server that they call.
 
     Args:
+        settings: Settings whose environment is an agent.
         scorer: Scorer of `environment.reward`; not used if the agent reports its reward.
     """
 
-    def __init__(
-        self,
-        config: AgentEnvironment,
-        settings: RolloutSettings,
-        tokenizer: Any,
-        scorer: Scorer,
-    ) -> None:
-        self.config, self.tokenizer = config, tokenizer
+    def __init__(self, settings: RolloutSettings, tokenizer: Any, scorer: Scorer) -> None:
+        assert isinstance(settings.environment, AgentEnvironment)
+        self.config, self.tokenizer = settings.environment, tokenizer
         self.bounds = Bounds.of(settings)
         self.max_opening_tokens = settings.max_prompt_tokens
         generation = settings.generation
         self.sampling = {"temperature": generation.temperature, **generation.reshaping}
-        self.slots = asyncio.Semaphore(config.max_concurrent)
+        self.slots = asyncio.Semaphore(self.config.max_concurrent)
         self.running: set[asyncio.Task[ProcessResult]] = set()
         self.server = AgentServer()
         self._address: asyncio.Future[str] | None = None
-        self._host = FunctionHost(config)
+        self._host = FunctionHost(self.config)
         self._scorer, self._scoring = scorer, asyncio.Lock()
         self._waiting: list[tuple[Rollout, asyncio.Future[float | RewardError]]] = []
 
@@ -173,10 +169,14 @@ class AgentRollouts(EpisodeRollouts):
     """Plays the episodes of an agent; see `AgentEpisode`."""
 
     def __init__(
-        self, generation: GenerationInterface, tokenizer: Any, agents: Agents, *, seed: int
+        self,
+        generation: GenerationInterface,
+        tokenizer: Any,
+        settings: RolloutSettings,
+        scorer: Scorer,
     ) -> None:
-        super().__init__(generation, tokenizer, seed=seed)
-        self._agents = agents
+        super().__init__(generation, tokenizer, seed=settings.seed)
+        self._agents = Agents(settings, tokenizer, scorer)
 
     def episode(self, prompt: Prompt, index: RolloutIndex) -> AgentEpisode:
         """Creates an episode that has not begun."""

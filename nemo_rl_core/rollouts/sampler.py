@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from nemo_rl_core.agents.episode import AgentRollouts, Agents
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.environment import dedicated_bundles_of_scorers
@@ -25,6 +24,7 @@ from nemo_rl_core.models.generation.custom import CustomEngineAdapter
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
+from nemo_rl_core.registry import Registry
 from nemo_rl_core.rollouts.batch import (
     refuse_too_many_failures,
     rewards_of,
@@ -36,6 +36,10 @@ from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.rollouts.scorers import scorer_of, scores_on_a_gpu
 from nemo_rl_core.types import Rollout
+
+_ROLLOUTS: Registry[Any] = Registry(
+    "rollouts", {"agent": "nemo_rl_core.agents.episode:AgentRollouts"}
+)
 
 
 def post_process_rollouts(
@@ -149,8 +153,8 @@ class Sampler(AbstractContextManager["Sampler"]):
 
     def _rollout_engine(self, settings: RolloutSettings, scorer: Scorer | None) -> RolloutEngine:
         if scorer is None and isinstance(settings.environment, AgentEnvironment):
-            agents = Agents(settings.environment, settings, self.tokenizer, self._scorer)
-            return AgentRollouts(self.generation, self.tokenizer, agents, seed=settings.seed)
+            agents = _ROLLOUTS.get("agent")
+            return agents(self.generation, self.tokenizer, settings, self._scorer)
         if self.environment is None:
             return SingleTurnRollouts(self.generation, self.tokenizer, seed=settings.seed)
         return MultiTurnRollouts(
@@ -199,8 +203,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         return post_process_rollouts(environment, rollouts)
 
     def __exit__(self, kind: object = None, *_: object) -> None:
-        if isinstance(self.engine, AgentRollouts):
-            self.engine.close()
+        self.engine.close()
         self._scorer.close()
         if kind is None:  # the workers keep running, and the next user may need GPU memory
             self.generation.finish_generation()

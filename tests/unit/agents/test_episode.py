@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.agents.episode import AgentEpisode, Agents
-from nemo_rl_core.config.environment import EnvironmentConfig
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.environments.factory import make_scorer
@@ -73,11 +72,10 @@ def play(
             "generation": {"max_new_tokens": 100},
         }
     )
-    config: EnvironmentConfig = settings.environment
     renderer = Renderer(engine.tokenizer)
 
     async def played() -> list[Sequence[PlayedEpisode]]:
-        agents = Agents(config, settings, engine.tokenizer, make_scorer(config))
+        agents = Agents(settings, engine.tokenizer, make_scorer(settings.environment))
         episodes = []
         for number, (text, answer) in enumerate(prompts):
             ids = tuple(renderer.opening([{"role": "user", "content": text}], row="0"))

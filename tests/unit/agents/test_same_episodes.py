@@ -1,0 +1,99 @@
+"""An agent samples the tokens of the same episodes in the environment of the project."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.agents.episode import AgentRollouts
+from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.generation.hugging_face import HuggingFaceBackend
+from nemo_rl_core.config.generated_data import GuessNumberData
+from nemo_rl_core.config.trainer import RolloutSettings
+from nemo_rl_core.data.chat import prompt_token_ids
+from nemo_rl_core.data.datasets.guess_number import load
+from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
+from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.environments.interfaces import EnvironmentReturn
+from nemo_rl_core.environments.multi_turn.games import GameEnvironment
+from nemo_rl_core.games.guess_number import NumberGuess
+from nemo_rl_core.rollouts.episode import Bounds
+from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
+from nemo_rl_core.types import Prompt, Rollout
+
+AGENT = {"kind": "agent", "target": "tests.unit.agents.guessing_agent:run", "max_concurrent": 8}
+SETTINGS = RolloutSettings.model_validate(
+    {
+        "environment": AGENT,
+        "rollouts": {"max_turns": 6, "max_rollout_tokens": 84},
+        "generation": {"backend": "hf", "max_new_tokens": 4},
+        "seed": 5,
+    }
+)
+
+
+class OwnPace(GameEnvironment):
+    """The game, each conversation at its own pace, as those of agents."""
+
+    async def step(self, *args: Any) -> EnvironmentReturn:  # type: ignore[override]
+        return super().step(*args)
+
+
+class InThisProcess:
+    """A transformers model without workers."""
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self._backend = HuggingFaceBackend()
+        setup = GenerationSetup(
+            model_folder=folder,
+            config=SETTINGS.generation,
+            max_model_len=132,
+            stop_token_ids=stop_token_ids(folder, tokenizer),
+        )
+        self._backend.setup(setup)
+
+    def generate(self, batch: Any, greedy: bool) -> Any:
+        return self._backend.generate(batch, greedy=greedy)
+
+
+@pytest.fixture(scope="module")
+def played(tiny_model: Path) -> Iterator[tuple[Sequence[Rollout], Sequence[Rollout]]]:
+    tokenizer = load_tokenizer(tiny_model)
+    engine: Any = InThisProcess(tiny_model, tokenizer)
+    rows, _ = load(GuessNumberData(max_number=9, num_train=4, num_validation=1), seed=2)
+    prompts = [
+        Prompt(
+            str(row["id"]),
+            row["prompt"],
+            tuple(prompt_token_ids(tokenizer, row["prompt"])),
+            row["answer"],
+            row["task"],
+            row["metadata"],
+        )
+        for row in rows
+    ]
+    agents = AgentRollouts(engine, tokenizer, SETTINGS, make_scorer(SETTINGS.environment))
+    game = OwnPace(NumberGuess, illegal_penalty=0.25)
+    turns = MultiTurnRollouts(
+        engine, tokenizer, game, seed=SETTINGS.seed, bounds=Bounds.of(SETTINGS)
+    )
+    options: dict[str, Any] = {"num_generations_per_prompt": 4, "step": 3}
+    try:
+        yield list(agents.run(prompts, **options)), list(turns.run(prompts, **options))
+    finally:
+        agents.close()
+
+
+def test_an_agent_samples_the_tokens_of_the_environment(
+    played: tuple[Sequence[Rollout], Sequence[Rollout]],
+) -> None:
+    of_agents, of_turns = played
+    assert len(of_agents) == len(of_turns) == 16
+    for one, other in zip(of_agents, of_turns, strict=True):
+        assert one.error is other.error is None
+        assert (one.group, one.sample, one.prompt) == (other.group, other.sample, other.prompt)
+        assert one.completion == other.completion  # tokens, logprobs, masks, bit for bit
+        assert one.reward == other.reward
+    assert sum(len(each.turn_rewards) for each in of_agents) > 32
+    assert len({each.completion.token_ids for each in of_agents}) > 8
