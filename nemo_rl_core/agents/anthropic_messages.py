@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_rl_core.agents.calls import CallError, ChatResult
+from nemo_rl_core.agents.calls import ChatResult, RefusedCallError
 from nemo_rl_core.agents.chat_completions import Event
 from nemo_rl_core.agents.fields import (
     AgentCall,
     Body,
-    Turns,
+    ReadTurns,
     call_of,
     mappings,
     options_of,
@@ -27,21 +27,17 @@ class AnthropicMessages:
     """Reads calls and writes answers."""
 
     def read(self, body: Body) -> AgentCall:
-        """Reads a call.
-
-        Raises:
-            CallError: If a field is malformed or not supported.
-        """
+        """Reads a call; raises `RefusedCallError` for a malformed or unsupported field."""
         config = body.get("output_config")
         refuse_format(config.get("format") if isinstance(config, dict) else None, "output_config")
-        turns = Turns()
+        turns = ReadTurns()
         turns.add("system", text_of(body.get("system")))
         for message in mappings(body.get("messages"), "messages"):
             _add_message(turns, message)
         tools = []
         for tool in mappings(body.get("tools"), "tools"):
             if tool.get("type") not in (None, "custom"):
-                raise CallError(f"tool {tool['type']!r:.40} is not supported", param="tools")
+                raise RefusedCallError(f"tool {tool['type']!r:.40} is not supported", param="tools")
             tools.append(tool_of(tool, "input_schema"))
         choice = body.get("tool_choice")
         is_single = isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True
@@ -117,14 +113,14 @@ class AnthropicMessages:
         yield event("message_delta", delta=delta, usage=answer["usage"])
         yield event("message_stop")
 
-    def error(self, error: CallError) -> dict[str, Any]:
+    def error(self, error: RefusedCallError) -> dict[str, Any]:
         """Returns the body of an error."""
         kind = "api_error" if error.status >= 500 else "invalid_request_error"
         detail = {"type": _ERRORS.get(error.status, kind), "message": str(error)}
         return {"type": "error", "error": detail}
 
 
-def _add_message(turns: Turns, message: Body) -> None:
+def _add_message(turns: ReadTurns, message: Body) -> None:
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str):
         turns.add(role, content)

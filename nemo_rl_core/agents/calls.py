@@ -12,7 +12,7 @@ _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0, "repetitio
 """Values that leave the policy's distribution unchanged; those of other settings are 0."""
 
 
-class CallError(Exception):
+class RefusedCallError(Exception):
     """A call that is refused.
 
     Args:
@@ -30,6 +30,14 @@ class CallError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
+
+
+def ended() -> RefusedCallError:
+    """Returns the refusal of a call after its episode."""
+    text = "the episode has ended: calls are answered only until the agent returns"
+    return RefusedCallError(
+        text, status=410, code="episode_ended"
+    )  # clients repeat calls after 409
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +70,12 @@ class CallOptions:
         return *limits, self.reads_calls, self.has_parallel_calls
 
     def refuse_other_sampling(self, sampling: Mapping[str, float]) -> None:
-        """Raises `CallError` if a setting differs from the run's."""
+        """Raises `RefusedCallError` if a setting differs from the run's."""
         for name, value in self.sampling.items():
             run_value = sampling.get(name, _NEUTRAL.get(name, 0))
             is_unset = value is None or value == {} or (name == "top_k" and value == -1)
             if not (is_unset or value == run_value):
-                raise CallError(
+                raise RefusedCallError(
                     f"{name} is {value!r}, but this run samples and trains at {run_value!r}: "
                     f"leave {name} out",
                     param=name,
@@ -75,7 +83,7 @@ class CallOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledChoice:
     """A turn of the policy.
 
     Attributes:
@@ -97,7 +105,7 @@ class ChatResult:
     """The result of a call."""
 
     num_prompt_tokens: int
-    choices: tuple[Choice, ...]
+    choices: tuple[SampledChoice, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -119,14 +127,17 @@ def prefix_digests(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) ->
     """
     digests = [digest([*tools])]
     for turn in turns:
-        role = "system" if turn["role"] == "developer" else turn["role"]
-        calls = [
-            [call["function"]["name"], _plain(call["function"]["arguments"])]
-            for call in turn.get("tool_calls", ())
-        ]
-        name = turn.get("name") if role == "user" else None
-        digests.append(digest(digests[-1], [role, turn["content"].strip(), calls, name]))
+        digests.append(extended(digests[-1], turn))
     return digests
+
+
+def extended(before: bytes, turn: Turn) -> bytes:
+    """Returns the digest of a conversation and another turn."""
+    role = "system" if turn["role"] == "developer" else turn["role"]
+    functions = [call["function"] for call in turn.get("tool_calls", ())]
+    calls = [[each["name"], _plain(each["arguments"])] for each in functions]
+    name = turn.get("name") if role == "user" else None
+    return digest(before, [role, turn["content"].strip(), calls, name])
 
 
 def agreement(turn: Turn, sampled: Turn) -> int | None:

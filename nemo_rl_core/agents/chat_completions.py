@@ -4,11 +4,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_rl_core.agents.calls import CallError, ChatResult, Choice
+from nemo_rl_core.agents.calls import ChatResult, RefusedCallError, SampledChoice
 from nemo_rl_core.agents.fields import (
     AgentCall,
     Body,
-    Turns,
+    ReadTurns,
     arguments_text,
     call_of,
     mappings,
@@ -27,20 +27,16 @@ class ChatCompletions:
     """Reads calls and writes answers."""
 
     def read(self, body: Body) -> AgentCall:
-        """Reads a call.
-
-        Raises:
-            CallError: If a field is malformed or not supported.
-        """
+        """Reads a call; raises `RefusedCallError` for a malformed or unsupported field."""
         refuse_format(body.get("response_format"), "response_format")
-        turns = Turns()
+        turns = ReadTurns()
         for message in mappings(body.get("messages"), "messages"):
             role = message.get("role")
             calls = []
             for call in mappings(message.get("tool_calls"), "tool_calls"):
                 function = call.get("function")
                 if not isinstance(function, dict):
-                    raise CallError("a tool call has no function", param="messages")
+                    raise RefusedCallError("a tool call has no function", param="messages")
                 calls.append(
                     call_of(call.get("id"), function.get("name"), function.get("arguments"))
                 )
@@ -56,7 +52,9 @@ class ChatCompletions:
         tools = []
         for tool in mappings(body.get("tools"), "tools"):
             if not isinstance(tool.get("function"), dict):
-                raise CallError(f"a tool has the type {tool.get('type')!r:.40}, not 'function'")
+                raise RefusedCallError(
+                    f"a tool has the type {tool.get('type')!r:.40}, not 'function'"
+                )
             tools.append(tool_of(tool["function"], "parameters"))
         options = options_of(
             body,
@@ -111,7 +109,7 @@ class ChatCompletions:
             yield None, {**shared, "choices": [], "usage": usage}
         yield None, "[DONE]"
 
-    def error(self, error: CallError) -> dict[str, Any]:
+    def error(self, error: RefusedCallError) -> dict[str, Any]:
         """Returns the body of an error."""
         kinds = {401: "authentication_error", 500: "server_error"}
         return {
@@ -124,7 +122,7 @@ class ChatCompletions:
         }
 
 
-def logprobs_of(choice: Choice, tokenizer: Any) -> dict[str, Any]:
+def logprobs_of(choice: SampledChoice, tokenizer: Any) -> dict[str, Any]:
     """Returns the logprobs of all tokens of a choice, including special tokens."""
     texts = [tokenizer.decode([each]) for each in choice.token_ids]
     content = [
@@ -134,7 +132,7 @@ def logprobs_of(choice: Choice, tokenizer: Any) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _message(choice: Choice) -> dict[str, Any]:
+def _message(choice: SampledChoice) -> dict[str, Any]:
     turn = choice.turn
     calls = [
         {

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nemo_rl_core.agents.calls import CallError, CallOptions
+from nemo_rl_core.agents.calls import CallOptions, RefusedCallError
 from nemo_rl_core.data.json_values import parsed
 from nemo_rl_core.data.turns import Turn
 
@@ -26,6 +26,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 _MAX_CHOICES = 128
 _MAX_STOPS = 16
+_MAX_ITEMS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,11 @@ class AgentCall:
 
 
 @dataclass
-class Turns:
-    """Turns of a conversation as they are read.
+class ReadTurns:
+    """ReadTurns of a conversation as they are read.
 
     Example:
-        >>> turns = Turns()
+        >>> turns = ReadTurns()
         >>> turns.add("system", "")
         >>> turns.add("user", "2+2")
         >>> turns.turns
@@ -59,12 +60,16 @@ class Turns:
     turns: list[Turn] = field(default_factory=list)
 
     def add(self, role: Any, content: str, **others: Any) -> None:
-        """Appends a turn; those of `others` without a value are left out."""
+        """Appends a turn; values of `others` other than texts and lists are left out."""
         if role not in _ROLES:
-            raise CallError(f"a message has the role {role!r:.40}, not one of {', '.join(_ROLES)}")
+            raise RefusedCallError(
+                f"a message has the role {role!r:.40}, not one of {', '.join(_ROLES)}"
+            )
         if role in ("system", "developer") and not (self.turns or content.strip()):
             return
-        kept = {name: value for name, value in others.items() if value}
+        kept = {
+            name: value for name, value in others.items() if value and isinstance(value, str | list)
+        }
         self.turns.append({"role": role, "content": content, **kept})
 
     def assistant(self) -> Turn:
@@ -84,18 +89,18 @@ def options_of(body: Body, *, max_tokens: Sequence[str], stop: str, **others: An
     """
     for name in _REFUSED:
         if body.get(name) not in (None, False, 0, "", [], {}):
-            raise CallError(f"{name} is not supported: leave it out", param=name)
-    limits = [limit for name in max_tokens if (limit := whole(body, name)) is not None]
+            raise RefusedCallError(f"{name} is not supported: leave it out", param=name)
+    limits = [limit for name in max_tokens if (limit := positive(body, name)) is not None]
     stops = body.get(stop) or []
     stops = [stops] if isinstance(stops, str) else stops
     are_texts = isinstance(stops, list) and all(isinstance(each, str) and each for each in stops)
     if not are_texts or len(stops) > _MAX_STOPS:
-        raise CallError(f"{stop} must be a text or up to {_MAX_STOPS} texts", param=stop)
+        raise RefusedCallError(f"{stop} must be a text or up to {_MAX_STOPS} texts", param=stop)
     for name in _SAMPLING[:-1]:
         if not isinstance(body.get(name), int | float | None):
-            raise CallError(f"{name} must be a number", param=name)
+            raise RefusedCallError(f"{name} must be a number", param=name)
     return CallOptions(
-        num_choices=whole(body, "n", most=_MAX_CHOICES) or 1,
+        num_choices=positive(body, "n", most=_MAX_CHOICES) or 1,
         max_new_tokens=min(limits, default=None),
         stop_strings=tuple(stops),
         sampling={name: body.get(name) for name in _SAMPLING},
@@ -103,13 +108,13 @@ def options_of(body: Body, *, max_tokens: Sequence[str], stop: str, **others: An
     )
 
 
-def whole(body: Body, name: str, *, most: int | None = None) -> int | None:
-    """Returns a positive whole number, or None if there is no value."""
+def positive(body: Body, name: str, *, most: int | None = None) -> int | None:
+    """Returns a positive integer, or None if there is no value."""
     value = body.get(name)
-    is_whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    if value is not None and not (is_whole and (most is None or value <= most)):
+    is_positive = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    if value is not None and not (is_positive and (most is None or value <= most)):
         limit = "" if most is None else f" of at most {most}"
-        raise CallError(f"{name} must be a positive whole number{limit}", param=name)
+        raise RefusedCallError(f"{name} must be a positive integer{limit}", param=name)
     return value
 
 
@@ -118,14 +123,16 @@ def mappings(value: Any, name: str) -> list[Body]:
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise CallError(f"{name} must be a list of objects", param=name)
+        raise RefusedCallError(f"{name} must be a list of objects", param=name)
+    if len(value) > _MAX_ITEMS:
+        raise RefusedCallError(f"{name} has more than {_MAX_ITEMS} items", param=name)
     return value
 
 
 def name_of(value: Any, name: str) -> str:
     """Returns a text that is not empty."""
     if not isinstance(value, str) or not value:
-        raise CallError(f"{name} must be a text", param=name)
+        raise RefusedCallError(f"{name} must be a text", param=name)
     return value
 
 
@@ -138,13 +145,13 @@ def text_of(content: Any) -> str:
         kind = part.get("type")
         text = part.get("refusal" if kind == "refusal" else "text")
         if kind not in (*_TEXT_PARTS, "refusal") or not isinstance(text, str):
-            raise CallError(f"content of type {kind!r:.40} is not supported: send text")
+            raise RefusedCallError(f"content of type {kind!r:.40} is not supported: send text")
         texts.append(text)
     return "".join(texts)
 
 
 def call_of(id_: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    """Returns a tool call of a turn; arguments that are no JSON object stay text."""
+    """Returns a tool call of a turn; other arguments than JSON objects stay text."""
     function = {"name": name_of(name, "name"), "arguments": parsed(arguments or "{}", dict)}
     return {"id": str(id_ or ""), "type": "function", "function": function}
 
@@ -163,7 +170,7 @@ def tool_of(tool: Body, parameters: str) -> dict[str, Any]:
     """
     schema = tool.get(parameters)
     if not isinstance(schema, dict | None):
-        raise CallError(f"{parameters} of a tool must be a JSON schema", param="tools")
+        raise RefusedCallError(f"{parameters} of a tool must be a JSON schema", param="tools")
     function = {"name": name_of(tool.get("name"), "name of a tool")}
     if tool.get("description"):
         function["description"] = name_of(tool["description"], "description of a tool")
@@ -171,10 +178,10 @@ def tool_of(tool: Body, parameters: str) -> dict[str, Any]:
 
 
 def reads_calls(choice: Any) -> bool:
-    """Whether `tool_choice` permits calls; raises `CallError` if it requires one."""
+    """Whether `tool_choice` permits calls; raises `RefusedCallError` if it requires one."""
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind not in (None, "auto", "none"):
-        raise CallError(
+        raise RefusedCallError(
             f"tool_choice {kind!r:.40} is not supported, since tokens that are forced are not the "
             "policy's: use 'auto' or 'none'",
             param="tool_choice",
@@ -186,7 +193,7 @@ def refuse_format(value: Any, name: str) -> None:
     """Refuses formats of the answer other than text."""
     kind = value.get("type") if isinstance(value, dict) else value
     if kind not in (None, "text"):
-        raise CallError(
+        raise RefusedCallError(
             f"{name} {kind!r:.40} is not supported, since tokens that are forced are not the "
             "policy's: leave it out",
             param=name,

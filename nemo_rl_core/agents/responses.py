@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from nemo_rl_core.agents.calls import CallError, ChatResult
+from nemo_rl_core.agents.calls import ChatResult, RefusedCallError
 from nemo_rl_core.agents.chat_completions import ChatCompletions, Event, logprobs_of
 from nemo_rl_core.agents.fields import (
     AgentCall,
     Body,
-    Turns,
+    ReadTurns,
     arguments_text,
     call_of,
     mappings,
@@ -24,29 +24,27 @@ from nemo_rl_core.agents.fields import (
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class Responses:
+class Responses(ChatCompletions):
     """Reads calls and writes answers."""
 
     def read(self, body: Body) -> AgentCall:
-        """Reads a call.
-
-        Raises:
-            CallError: If a field is malformed or not supported.
-        """
+        """Reads a call; raises `RefusedCallError` for a malformed or unsupported field."""
         text = body.get("text")
         refuse_format(text.get("format") if isinstance(text, dict) else None, "text.format")
-        turns = Turns()
+        turns = ReadTurns()
         turns.add("system", text_of(body.get("instructions")))
-        given = body.get("input")
-        if isinstance(given, str):
-            turns.add("user", given)
+        items = body.get("input")
+        if isinstance(items, str):
+            turns.add("user", items)
         else:
-            for item in mappings(given, "input"):
+            for item in mappings(items, "input"):
                 _add_item(turns, item)
         tools = []
         for tool in mappings(body.get("tools"), "tools"):
             if tool.get("type") != "function":
-                raise CallError(f"tool {tool.get('type')!r:.40} is not supported", param="tools")
+                raise RefusedCallError(
+                    f"tool {tool.get('type')!r:.40} is not supported", param="tools"
+                )
             tools.append(tool_of(tool, "parameters"))
         previous = body.get("previous_response_id")
         options = options_of(
@@ -130,7 +128,7 @@ class Responses:
         begun = {**answer, "status": "in_progress", "output": [], "usage": None}
         yield event("created", response={**begun, "incomplete_details": None})
         for index, item in enumerate(answer["output"]):
-            place = {"output_index": index, "item_id": item["id"]}
+            ids = {"output_index": index, "item_id": item["id"]}
             is_call = item["type"] == "function_call"
             started = {**item, **({"arguments": ""} if is_call else {"content": []})}
             if "status" in item:
@@ -138,21 +136,19 @@ class Responses:
             yield event("output_item.added", output_index=index, item=started)
             if is_call:
                 text = item["arguments"]
-                yield event("function_call_arguments.delta", **place, delta=text)
+                yield event("function_call_arguments.delta", **ids, delta=text)
                 done = {"name": item["name"], "arguments": text}
-                yield event("function_call_arguments.done", **place, **done)
+                yield event("function_call_arguments.done", **ids, **done)
             else:
                 part = item["content"][0]
-                text, kind, place = part["text"], part["type"], {**place, "content_index": 0}
+                text, kind, ids = part["text"], part["type"], {**ids, "content_index": 0}
                 logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-                yield event("content_part.added", **place, part={**part, "text": ""})
-                yield event(f"{kind}.delta", **place, delta=text, **logprobs)
-                yield event(f"{kind}.done", **place, text=text, **logprobs)
-                yield event("content_part.done", **place, part=part)
+                yield event("content_part.added", **ids, part={**part, "text": ""})
+                yield event(f"{kind}.delta", **ids, delta=text, **logprobs)
+                yield event(f"{kind}.done", **ids, text=text, **logprobs)
+                yield event("content_part.done", **ids, part=part)
             yield event("output_item.done", output_index=index, item=item)
         yield event(answer["status"], response=answer)
-
-    error = ChatCompletions.error
 
 
 def _wants_logprobs(body: Body) -> bool:
@@ -160,7 +156,7 @@ def _wants_logprobs(body: Body) -> bool:
     return isinstance(include, list) and _LOGPROBS in include
 
 
-def _add_item(turns: Turns, item: Body) -> None:
+def _add_item(turns: ReadTurns, item: Body) -> None:
     kind = item.get("type") or "message"
     if kind == "message":
         role, content = item.get("role"), text_of(item.get("content"))
@@ -178,4 +174,4 @@ def _add_item(turns: Turns, item: Body) -> None:
     elif kind == "function_call_output":
         turns.add("tool", text_of(item.get("output")), tool_call_id=item.get("call_id"))
     else:
-        raise CallError(f"input of type {kind!r:.40} is not supported", param="input")
+        raise RefusedCallError(f"input of type {kind!r:.40} is not supported", param="input")

@@ -20,14 +20,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nemo_rl_core.agents.calls import CallError
+from nemo_rl_core.agents.calls import RefusedCallError, ended
 from nemo_rl_core.agents.dialects import DIALECTS, Dialect
 from nemo_rl_core.agents.fields import AgentCall
 from nemo_rl_core.agents.session import Session
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 16 * 1024**2
+MAX_BODY_BYTES = 8 * 1024**2
 MAX_HEADER_BYTES = 32 * 1024
 MAX_CONCURRENT_CALLS = 256
 """Maximum number of concurrent calls of a session."""
@@ -102,7 +102,7 @@ class AgentServer:
         self._sessions.clear()
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
-            with contextlib.suppress(asyncio.CancelledError):
+            with contextlib.suppress(asyncio.CancelledError, TimeoutError):
                 await asyncio.wait_for(self._task, _STOP_SECONDS)
 
     def open(self, session: Session) -> str:
@@ -126,7 +126,7 @@ class AgentServer:
         match = re.fullmatch(r"nemo-rl\.(\d{1,18})\.([0-9a-f]{64})", key, re.ASCII)
         number = int(match[1]) if match else 0
         if not hmac.compare_digest(self._code(number), match[2] if match else ""):
-            raise CallError(
+            raise RefusedCallError(
                 "the key is not that of an episode: use the api_key that the agent got",
                 status=401,
                 code="invalid_api_key",
@@ -142,14 +142,16 @@ class AgentServer:
         response: Response | None
         try:
             response = await self._response(scope, receive, path, dialect)
-        except CallError as error:
+        except RefusedCallError as error:
             response = JSONResponse(dialect.error(error), error.status)
             if error.status in (401, 408, 413):  # the rest of the body is not read
                 response.headers["connection"] = "close"
         # Broad on purpose: one agent's call must not stop those of others.
         except Exception:
             logger.exception("a call of an agent failed")
-            failure = CallError("the endpoint failed; see the run's log", status=500, code="failed")
+            failure = RefusedCallError(
+                "the endpoint failed; see the run's log", status=500, code="failed"
+            )
             response = JSONResponse(dialect.error(failure), failure.status)
         if response is not None:
             await response(scope, receive, send)
@@ -169,17 +171,15 @@ class AgentServer:
         is_count = path == "/messages/count_tokens"
         if scope["method"] != "POST" or not (path in DIALECTS or is_count):
             paths = ", ".join(f"/v1{each}" for each in DIALECTS)
-            raise CallError(f"nothing is at this path: POST to {paths}", status=404, code="no_path")
+            raise RefusedCallError(
+                f"nothing is at this path: POST to {paths}", status=404, code="no_path"
+            )
         session = self._sessions.get(number)
         if session is None:
-            raise CallError(
-                "the episode has ended: calls are answered only until the agent returns",
-                status=410,
-                code="episode_ended",
-            )
+            raise ended()
         if self._num_calls[number] >= MAX_CONCURRENT_CALLS:
             limit = f"at most {MAX_CONCURRENT_CALLS} calls of an episode are answered at a time"
-            raise CallError(limit, status=429, code="rate_limit_exceeded")
+            raise RefusedCallError(limit, status=429, code="rate_limit_exceeded")
         self._num_calls[number] += 1
         try:
             body = _parsed(await _body(headers, receive))
@@ -210,8 +210,9 @@ class AgentServer:
             return None
         leaving.cancel()
         result = sampling.result()
-        if call.has_logprobs and any(math.isnan(each.logprobs[0]) for each in result.choices):
-            raise CallError("the engine returns no logprobs", param="logprobs")
+        first = [logprob for each in result.choices for logprob in each.logprobs[:1]]
+        if call.has_logprobs and any(map(math.isnan, first)):
+            raise RefusedCallError("the engine returns no logprobs", param="logprobs")
         answer = dialect.answer(body, result, session.tokenizer)
         if not call.streams:
             return JSONResponse(answer)
@@ -270,18 +271,20 @@ async def _body(headers: Headers, receive: Receive) -> bytes:
                     return b"".join(parts)
     except TimeoutError:
         limit = f"the body did not arrive within {_BODY_SECONDS:g} seconds"
-        raise CallError(limit, status=408, code="timeout") from None
+        raise RefusedCallError(limit, status=408, code="timeout") from None
     limit = f"the body has more than {MAX_BODY_BYTES} bytes"
-    raise CallError(limit, status=413, code="too_large")
+    raise RefusedCallError(limit, status=413, code="too_large")
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body, parse_constant=_refuse_number, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise CallError(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from error
+        raise RefusedCallError(
+            f"the body is not JSON: {str(error)[:200]}", code="invalid_json"
+        ) from error
     if not isinstance(value, dict):
-        raise CallError("the body is not a JSON object", code="invalid_json")
+        raise RefusedCallError("the body is not a JSON object", code="invalid_json")
     return value
 
 
@@ -298,7 +301,7 @@ def _read(dialect: Dialect, body: dict[str, Any], headers: Headers) -> AgentCall
     try:
         call = dialect.read(body)
     except RecursionError as error:
-        raise CallError("the body is nested too deeply", code="invalid_json") from error
+        raise RefusedCallError("the body is nested too deeply", code="invalid_json") from error
     retries = headers.get("x-stainless-retry-count", "0")
     return call.named(headers.get("idempotency-key"), is_retry=retries not in ("", "0"))
 

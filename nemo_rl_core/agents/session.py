@@ -9,6 +9,7 @@ training sample of the episode.
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,12 +17,14 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_core.agents.calls import (
-    CallError,
     CallOptions,
     ChatResult,
-    Choice,
+    RefusedCallError,
+    SampledChoice,
     agreement,
     digest,
+    ended,
+    extended,
     prefix_digests,
 )
 from nemo_rl_core.data.renderer import Renderer
@@ -55,7 +58,10 @@ class _Context:
     Attributes:
         parent: Last sampled turn of the conversation.
         new_ids: Tokens after the parent; at the root, all tokens.
-        is_ambiguous: Whether several sampled paths with different tokens match.
+        turns_digest: Last of `prefix_digests`.
+        is_ambiguous: Whether paths with different tokens match, here or at an earlier turn.
+        num_turns: Number of sampled turns.
+        num_opening_tokens: Number of tokens before the first sampled turn.
         calls: Calls by the options that their results depend on.
     """
 
@@ -66,64 +72,14 @@ class _Context:
     digest: bytes
     turns_digest: bytes
     is_ambiguous: bool
+    num_turns: int = 0
+    num_opening_tokens: int = 0
+    num_tokens: int = 0
     num_draws: int = 0
     calls: dict[tuple[Any, ...], list["_Call"]] = field(default_factory=dict)
 
-    @property
-    def num_turns(self) -> int:
-        """Number of sampled turns before."""
-        return 0 if self.parent is None else self.parent.context.num_turns + 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of all tokens."""
-        before = 0 if self.parent is None else self.parent.result.sequence.length
-        return before + len(self.new_ids)
-
-    @property
-    def opening_ids(self) -> tuple[int, ...]:
-        """Tokens before the first sampled turn."""
-        return self.new_ids if self.parent is None else self.parent.context.opening_ids
-
-
-@dataclass(eq=False)
-class _Node:
-    """A sampled turn.
-
-    Attributes:
-        columns: Arrays of the turn's tokens: ids, logprobs and, if recorded, weight versions.
-        tokens_digest: Equal for paths with the same tokens.
-        num_unread_tokens: Number of tokens of a next message that had no room.
-    """
-
-    context: _Context
-    call: "_Call"
-    result: CompletionResult
-    columns: dict[str, Any]
-    choice: Choice
-    digest: bytes
-    turn_digest: bytes
-    tokens_digest: bytes
-    is_cut: bool
-    num_unread_tokens: int = 0
-
-    @property
-    def path(self) -> "Iterator[_Node]":
-        """The sampled turns up to this one, last first."""
-        node: _Node | None = self
-        while node is not None:
-            yield node
-            node = node.context.parent
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """The conversation up to this turn."""
-        return *self.context.turns, self.choice.turn
-
-    @property
-    def is_trusted(self) -> bool:
-        """Whether every turn of the path continues the tokens that the agent got."""
-        return not any(node.context.is_ambiguous for node in self.path)
+    def __post_init__(self) -> None:
+        self.num_opening_tokens = self.num_tokens = len(self.new_ids)
 
 
 @dataclass(eq=False)
@@ -142,6 +98,40 @@ class _Call:
     task: "asyncio.Task[ChatResult] | None" = None
     num_waiting: int = 0
     is_answered: bool = False
+
+
+@dataclass(eq=False)
+class _Node:
+    """A sampled turn.
+
+    Attributes:
+        columns: Arrays of the turn's tokens: ids, logprobs and, if recorded, weight versions.
+        tokens_digest: Equal for paths with the same tokens.
+        num_unread_tokens: Number of tokens of a next message that had no room.
+    """
+
+    context: _Context
+    call: _Call
+    result: CompletionResult
+    columns: dict[str, Any]
+    choice: SampledChoice
+    digest: bytes
+    tokens_digest: bytes
+    is_cut: bool
+    num_unread_tokens: int = 0
+
+    @property
+    def path(self) -> "Iterator[_Node]":
+        """The sampled turns up to this one, last first."""
+        node: _Node | None = self
+        while node is not None:
+            yield node
+            node = node.context.parent
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The conversation up to this turn."""
+        return *self.context.turns, self.choice.turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +203,7 @@ class Session:
     @property
     def num_ambiguous(self) -> int:
         """Number of turns that were sampled after an ambiguous path."""
-        return sum(not node.is_trusted for node in self._by_id.values())
+        return sum(node.context.is_ambiguous for node in self._by_id.values())
 
     @property
     def num_unanswered(self) -> int:
@@ -228,13 +218,14 @@ class Session:
         If the caller is cancelled, sampling continues, and a repetition gets the result.
 
         Raises:
-            CallError: If the call is refused.
+            RefusedCallError: If the call is refused.
         """
         options = options or CallOptions()
         self._refuse_if_closed()
         options.refuse_other_sampling(self._sampling)
         if tools and options.reads_calls:
-            self._require_calls()
+            with _refused("tools"):
+                self._reader.require_calls()
         call = self._call(self._context(turns, tools, options.previous), options)
         if call.task is None or (call.task.done() and _has_failed(call.task)):
             call.task = asyncio.create_task(self._sample(call))
@@ -247,7 +238,7 @@ class Session:
             raise
         except NemoRLError as error:
             logger.warning("a completion for an agent failed: %s", error.in_one_line)
-            raise CallError(error.in_one_line, status=500, code="server_error") from error
+            raise RefusedCallError(error.in_one_line, status=500, code="server_error") from error
         finally:
             call.num_waiting -= 1
         call.is_answered = True
@@ -271,7 +262,8 @@ class Session:
         Left out are turns after an ambiguous path and turns that no client got. A turn of several
         paths is trained on in the first.
         """
-        nodes = [each for each in self._by_id.values() if each.call.is_answered and each.is_trusted]
+        answered = (each for each in self._by_id.values() if each.call.is_answered)
+        nodes = [each for each in answered if not each.context.is_ambiguous]
         inner = {id(node.context.parent) for node in nodes}
         leaves = sorted((each for each in nodes if id(each) not in inner), key=lambda n: n.digest)
         trained: set[int] = set()
@@ -283,7 +275,7 @@ class Session:
             samples.append(
                 AgentSample(
                     leaf.result.sequence if new == path else _sequence(path, new),
-                    leaf.context.opening_ids,
+                    path[0].context.new_ids,
                     leaf.turns,
                     tuple(node.result.text for node in path),
                     leaf.is_cut,
@@ -293,46 +285,37 @@ class Session:
             )
         return samples
 
-    def _require_calls(self) -> None:
-        try:
-            self._reader.require_calls()
-        except NemoRLError as error:
-            raise CallError(error.in_one_line, param="tools") from error
-
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
-            raise CallError(
-                "the episode has ended: calls are answered only until the agent returns",
-                status=410,
-                code="episode_ended",
-            )
+            raise ended()
 
     def _context(self, turns: Sequence[Turn], tools: Tools, previous: str | None) -> _Context:
         before: _Node | None = None
         if previous is not None:
             before = self._by_id.get(previous.rpartition("_")[2])
             if before is None:
-                raise CallError(
-                    f"this episode has no response {previous!r}",
-                    status=404,
-                    code="not_found",
-                    param="previous_response_id",
+                text = f"this episode has no response {previous!r}"
+                raise RefusedCallError(
+                    text, status=404, code="not_found", param="previous_response_id"
                 )
             # Instructions are not those of the earlier response, as in OpenAI's API.
             earlier = before.turns[before.turns[0]["role"] == "system" :]
             num_system = bool(turns) and turns[0]["role"] == "system"
             turns = [*turns[:num_system], *earlier, *turns[num_system:]]
         if not turns or turns[-1]["role"] == "assistant":
-            raise CallError(
-                "messages must end with a turn that the model answers, not with the assistant's",
-                param="messages",
-            )
+            text = "messages must end with a turn that the model answers, not the assistant's"
+            raise RefusedCallError(text, param="messages")
         digests = prefix_digests(turns, tools)
         parent, is_ambiguous = self._longest(digests, turns, before)
-        key = digest(digests[-1], b"" if parent is None else parent.digest)
+        key = digest(digests[-1], parent.digest if parent else "", is_ambiguous)
         if key not in self._contexts:
             new_ids = self._rendered(turns, tools, parent)
             context = _Context(parent, tuple(turns), tools, new_ids, key, digests[-1], is_ambiguous)
+            if parent is not None:
+                context.is_ambiguous |= parent.context.is_ambiguous
+                context.num_turns = parent.context.num_turns + 1
+                context.num_opening_tokens = parent.context.num_opening_tokens
+                context.num_tokens = parent.result.sequence.length + len(new_ids)
             self._refuse_over_bounds(context)
             self._contexts[key] = context
         return self._contexts[key]
@@ -362,43 +345,32 @@ class Session:
         self, turns: Sequence[Turn], tools: Tools, parent: _Node | None
     ) -> tuple[int, ...]:
         row = f"the {turns[-1]['role']} turn that begins with {turns[-1]['content'][:80]!r}"
-        try:
+        with _refused("messages"):
             if parent is None:
-                ids = self._renderer.opening(turns, tools=tools, row=row)
+                ids = tuple(self._renderer.opening(turns, tools=tools, row=row))
             else:
-                ids = self._renderer.continuation(
-                    parent.turns,
-                    turns[len(parent.turns) :],
-                    tools=tools,
-                    last_token=parent.result.last_token,
-                    row=row,
-                )
-        except NemoRLError as error:
-            raise CallError(error.in_one_line, param="messages") from error
+                past, last_token = parent.turns, parent.result.last_token
+                options: dict[str, Any] = {"tools": tools, "last_token": last_token, "row": row}
+                ids = tuple(self._renderer.continuation(past, turns[len(past) :], **options))
         # Samples of a prompt share its tuple, which requests store once.
-        ids = tuple(ids)
         return self._prompt.token_ids if ids == self._prompt.token_ids else ids
 
     def _refuse_over_bounds(self, context: _Context) -> None:
-        parent, bounds = context.parent, self._bounds
-        num_new = context.num_tokens - len(context.opening_ids)
-        reason = None
+        parent, bounds, most = context.parent, self._bounds, self._max_opening_tokens
         if context.num_turns >= bounds.max_turns:
-            reason = f"{bounds.max_turns} turns"
-        elif num_new >= bounds.max_tokens:
-            reason = f"{bounds.max_tokens} tokens after its first message"
+            limit = f"{bounds.max_turns} turns"
+        elif context.num_tokens - context.num_opening_tokens >= bounds.max_tokens:
+            limit = f"{bounds.max_tokens} tokens after its first message"
             if parent is not None:
                 parent.num_unread_tokens = len(context.new_ids)
-        elif parent is None and len(context.new_ids) > (
-            self._max_opening_tokens or len(context.new_ids)
-        ):
-            reason = f"{self._max_opening_tokens} tokens before the first answer"
-        if reason is None:
+        elif most is not None and context.num_opening_tokens > most:
+            limit = f"{most} tokens before the first answer"
+        else:
             return
         if parent is not None:
             parent.is_cut = True
-        raise CallError(
-            f"prompt is too long: this episode's maximum context length is {reason}; "
+        raise RefusedCallError(
+            f"prompt is too long: this episode's maximum context length is {limit}; "
             f"the conversation has {context.num_turns} answers and {context.num_tokens} tokens",
             code="context_length_exceeded",
             param="messages",
@@ -429,13 +401,14 @@ class Session:
         columns = await asyncio.gather(*map(_columns, results))
         nodes = [self._node(call, *each) for each in zip(draws, results, columns, strict=True)]
         for node in nodes:
-            self._nodes.setdefault(node.turn_digest, []).append(node)
+            turns_digest = extended(call.context.turns_digest, node.choice.turn)
+            self._nodes.setdefault(turns_digest, []).append(node)
             self._by_id[node.choice.id] = node
         return ChatResult(call.context.num_tokens, tuple(node.choice for node in nodes))
 
     def _request(self, call: _Call, draw: int) -> CompletionRequest:
         context, options, index = call.context, call.options, self._index
-        num_left = self._bounds.max_tokens + len(context.opening_ids) - context.num_tokens
+        num_left = self._bounds.max_tokens + context.num_opening_tokens - context.num_tokens
         limits = num_left, self._bounds.max_new_tokens, options.max_new_tokens or num_left
         turn = context.num_turns + draw * _TURNS
         return CompletionRequest(
@@ -454,7 +427,7 @@ class Session:
         node_digest = digest(context.digest, draw)
         turn, stop_string = self._read(call, token_ids)
         reason = "length" if result.truncated else "tool_calls" if "tool_calls" in turn else "stop"
-        choice = Choice(
+        choice = SampledChoice(
             node_digest.hex(),
             turn,
             reason,
@@ -469,7 +442,6 @@ class Session:
             columns,
             choice,
             node_digest,
-            prefix_digests([*context.turns, turn], context.tools)[-1],
             digest(parent.tokens_digest if parent else "", [*context.new_ids], [*token_ids]),
             result.truncated,
         )
@@ -486,6 +458,15 @@ class Session:
         if "tool_calls" in turn and not options.has_parallel_calls:
             turn["tool_calls"] = turn["tool_calls"][:1]
         return turn, stop_string
+
+
+@contextmanager
+def _refused(param: str) -> Iterator[None]:
+    """Turns a user's error into a refusal of the call."""
+    try:
+        yield
+    except NemoRLError as error:
+        raise RefusedCallError(error.in_one_line, param=param) from error
 
 
 @lru_cache(maxsize=4)

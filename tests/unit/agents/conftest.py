@@ -22,7 +22,7 @@ from nemo_rl_core.rollouts.engine import (
 from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.types import Prompt
 
-WIDE = Bounds(max_turns=50, max_tokens=100_000, max_new_tokens=1000)
+WIDE = Bounds(max_turns=10_000, max_tokens=100_000, max_new_tokens=1000)
 ADD = {
     "type": "function",
     "function": {
@@ -34,9 +34,8 @@ ADD = {
 CALL = 'Wait.\n<tool_call>\n{"name": "add", "arguments": {"a": 1.0, "b": "x"}}\n</tool_call>'
 
 
-@pytest.fixture(scope="session")
-def chat_tokenizer() -> Any:
-    """A small BPE tokenizer with the control tokens and the chat template of Qwen 2.5."""
+def build_chat_tokenizer() -> Any:
+    """Builds a small BPE tokenizer with the control tokens and the chat template of Qwen 2.5."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -46,9 +45,11 @@ def chat_tokenizer() -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    core.train_from_iterator([f"The answer is {n}, not {n + 1}. {CALL}" for n in range(60)], trainer)
+    core.train_from_iterator(
+        [f"The answer is {n}, not {n + 1}. {CALL}" for n in range(60)], trainer
+    )
     template = files("trl").joinpath("chat_templates/qwen2_5.jinja").read_text()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -56,7 +57,11 @@ def chat_tokenizer() -> Any:
         chat_template=template,
         clean_up_tokenization_spaces=False,
     )
-    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> Any:
+    return build_chat_tokenizer()
 
 
 class RecordedEngine:
@@ -95,7 +100,8 @@ class RecordedEngine:
             "token_mask": [False] * (len(request.token_ids) - first) + [True] * len(new),
             "generation_logprobs": [0.0] * (len(request.token_ids) - first)
             + [-draw.random() for _ in new],
-            "weight_versions": [0] * (len(request.token_ids) - first) + [len(self.requests)] * len(new),
+            "weight_versions": [0] * (len(request.token_ids) - first)
+            + [len(self.requests)] * len(new),
         }
         block = {
             name: np.concatenate([values, np.array([added[name]], values.dtype)], axis=1)
@@ -143,7 +149,7 @@ def served() -> Iterator[Callable[[Any], Any]]:
             server = AgentServer()
             url = await server.start()
             try:
-                return await asyncio.wait_for(test(server, url), 120)
+                return await test(server, url)
             finally:
                 await server.stop()
 

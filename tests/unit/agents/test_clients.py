@@ -52,7 +52,7 @@ def test_chat_completions_with_a_tool(calling, served):
         assert json.loads(call.function.arguments) == {"a": 1.0, "b": "x"}
         tokens = choice.logprobs.content
         assert len(tokens) == first.usage.completion_tokens
-        assert bytes(sum((token.bytes for token in tokens), [])).decode() == f"{CALL}<|im_end|>"
+        assert b"".join(bytes(token.bytes) for token in tokens).decode() == f"{CALL}<|im_end|>"
         assert all(token.logprob < 0 for token in tokens)
         messages += [choice.message, {**TOOL, "tool_call_id": call.id}]
         second = await client.chat.completions.create(**options)
@@ -247,7 +247,10 @@ def test_the_end_of_the_context_is_an_error_of_the_dialect(engine, served):
 
     async def agent(server, url):
         key = server.open(session)
-        client, claude = openai_client(url, key), anthropic.AsyncAnthropic(base_url=url, api_key=key)
+        client, claude = (
+            openai_client(url, key),
+            anthropic.AsyncAnthropic(base_url=url, api_key=key),
+        )
         answer = await client.chat.completions.create(model="gpt", messages=[HI])
         messages: Any = [HI, answer.choices[0].message.model_dump(), HI]
         with pytest.raises(openai.BadRequestError) as error:
@@ -265,8 +268,11 @@ REFUSED = [
     ({"temperature": 0.2}, "temperature is 0.2, but this run samples and trains at 1.0"),
     ({"top_logprobs": 2, "logprobs": True}, "top_logprobs is not supported"),
     ({"tool_choice": "required", "tools": [ADD]}, "tool_choice 'required' is not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format 'json_object' is not supported"),
-    ({"n": 0}, "n must be a positive whole number"),
+    (
+        {"response_format": {"type": "json_object"}},
+        "response_format 'json_object' is not supported",
+    ),
+    ({"n": 0}, "n must be a positive integer"),
     ({"stop": [""]}, "stop must be a text"),
     ({"extra_body": {"chat_template": "x"}}, "chat_template is not supported"),
     ({"messages": [{"role": "king", "content": ""}]}, "the role 'king'"),

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 
-from nemo_rl_core.agents.calls import CallError, CallOptions
+from nemo_rl_core.agents.calls import CallOptions, RefusedCallError
 from nemo_rl_core.rollouts.engine import request_seed
 from nemo_rl_core.rollouts.episode import Bounds
 from tests.unit.agents.conftest import ADD, CALL, RecordedEngine, session_of
@@ -254,7 +254,7 @@ def test_bounds_cut_the_path(engine):
     async def agent():
         first = await say(session, HI)
         second = await say(session, HI, first, NEXT)
-        with pytest.raises(CallError, match="maximum context length is 2 turns") as error:
+        with pytest.raises(RefusedCallError, match="maximum context length is 2 turns") as error:
             await say(session, HI, first, NEXT, second, NEXT)
         assert error.value.code == "context_length_exceeded"
 
@@ -270,19 +270,19 @@ def test_tokens_without_room_are_counted(engine):
 
     async def agent():
         first = await say(session, HI)
-        with pytest.raises(CallError, match="60 tokens after its first message"):
+        with pytest.raises(RefusedCallError, match="60 tokens after its first message"):
             await say(session, HI, first, {"role": "user", "content": "Why? " * 20})
-        with pytest.raises(CallError, match="99 tokens before the first answer"):
+        with pytest.raises(RefusedCallError, match="99 tokens before the first answer"):
             await say(session, {"role": "user", "content": "Why? " * 90})
         await say(session, HI, first, {"role": "user", "content": "?"})
 
     asyncio.run(agent())
     (sample,) = session.samples()
-    (prompt, new), (second, _) = engine.completions
+    (prompt, _), (second, _) = engine.completions
     # The first call may use all 50 tokens of a turn, the second what is left of 60.
     limits = [each.max_new_tokens for each in engine.requests]
     assert limits == [50, 60 - (len(second) - len(prompt))]
-    assert sample.num_unread_tokens == 0  # the path went on
+    assert sample.num_unread_tokens == 0  # the path continued
 
 
 def test_a_stop_string_ends_a_turn_as_in_openai(chat_tokenizer):
@@ -314,7 +314,7 @@ def test_only_the_sampling_of_the_run_is_accepted(engine, sampling, is_refused):
     call = session.chat([HI], options=CallOptions(sampling=sampling))
     if is_refused:
         (name,) = sampling
-        with pytest.raises(CallError, match=f"{name} is .* this run samples and trains at"):
+        with pytest.raises(RefusedCallError, match=f"{name} is .* this run samples and trains at"):
             asyncio.run(call)
         assert not engine.requests
     else:
@@ -329,10 +329,10 @@ def test_a_closed_session_refuses_calls(engine):
         call = asyncio.create_task(say(session, HI))
         await asyncio.sleep(0.01)
         session.close()
-        with pytest.raises(CallError, match="the episode has ended") as error:
+        with pytest.raises(RefusedCallError, match="the episode has ended") as error:
             await call
         assert error.value.status == 410
-        with pytest.raises(CallError, match="the episode has ended"):
+        with pytest.raises(RefusedCallError, match="the episode has ended"):
             await say(session, HI)
 
     asyncio.run(agent())
@@ -341,5 +341,5 @@ def test_a_closed_session_refuses_calls(engine):
 
 def test_a_conversation_that_the_model_does_not_answer_is_refused(engine):
     session = session_of(engine)
-    with pytest.raises(CallError, match="must end with a turn that the model answers"):
+    with pytest.raises(RefusedCallError, match="must end with a turn that the model answers"):
         asyncio.run(session.chat([HI, {"role": "assistant", "content": "A prefix"}]))
