@@ -178,8 +178,8 @@ class AgentRollouts(EpisodeRollouts):
         super().__init__(generation, tokenizer, seed=settings.seed)
         self._agents = Agents(settings, tokenizer, scorer)
 
-    def episode(self, prompt: Prompt, index: RolloutIndex) -> AgentEpisode:
-        """Creates an episode that has not begun."""
+    def episode(self, prompt: Prompt, index: RolloutIndex, answers: object = None) -> AgentEpisode:
+        """Creates an episode that has not begun; an agent has no `answers`."""
         return AgentEpisode(self._agents, prompt, index)
 
     def close(self) -> None:

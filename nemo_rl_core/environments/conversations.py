@@ -1,4 +1,4 @@
-"""How the conversations of an environment get their answers: together, concurrently, or in actors."""
+"""Answers of an environment to conversations: all together, concurrently, or in actors."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence

@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.distributed.event_loop import CallQueue
 from nemo_rl_core.environments.conversations import Answer, answers_at_once, conversations
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirstTurn
+from nemo_rl_core.models.generation.streaming import TurnGeneration
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.driver import play_all, rollouts_of
 from nemo_rl_core.rollouts.engine import (
@@ -22,26 +24,33 @@ from nemo_rl_core.rollouts.engine import (
 )
 from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
+from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.types import Prompt
-
-NewEpisode = Callable[[Prompt, RolloutIndex], Episode]
 
 
 class EpisodeRollouts(RolloutEngine):
     """Plays episodes, each at its own pace.
 
-    Time never changes a rollout: the engine completes each request in a batch of one row, unless
-    all episodes advance in rounds.
+    Time never changes the tokens of a rollout, and with other engines than vLLM no bit: they
+    complete each request in a batch of one row, unless an environment answers all conversations
+    together, which makes the batches the same in each run.
     """
 
-    _is_in_rounds = False
+    _environment: EnvironmentInterface | None = None
+
+    @property
+    def _is_in_rounds(self) -> bool:
+        return self._environment is not None and answers_at_once(self._environment)
 
     @abstractmethod
-    def episode(self, prompt: Prompt, index: RolloutIndex) -> Episode:
-        """Creates a rollout that has not begun."""
+    def episode(
+        self, prompt: Prompt, index: RolloutIndex, answers: Callable[[int], Answer] | None = None
+    ) -> Episode:
+        """Creates a rollout that has not begun.
 
-    def _new_episode(self, calls: CallQueue) -> NewEpisode:
-        return self.episode
+        Args:
+            answers: The `conversations` of the environment, if there is one.
+        """
 
     def run(
         self,
@@ -55,26 +64,56 @@ class EpisodeRollouts(RolloutEngine):
         discards_weights: bool = False,
     ) -> RemoteRollouts:
         """Plays an episode per rollout, each at its own pace; see `RolloutEngine.run`."""
+        if releases_memory:
+            self._generation.prepare_for_generation()
+        run = self._run_streamed
+        if greedy or self._is_in_rounds or not isinstance(self._generation, TurnGeneration):
+            run = partial(self._run_batched, greedy=greedy)
+        rollouts = run(prompts, num_generations_per_prompt, step=step, first_group=first_group)
+        if releases_memory:
+            self._generation.finish_generation(discards_weights=discards_weights)
+        return rollouts
+
+    def _run_streamed(
+        self, prompts: Sequence[Prompt], group_size: int, *, step: int, first_group: int
+    ) -> RemoteRollouts:
+        engine, seed = self._generation, self._seed
+        with RolloutStream(engine, self.episode, self._environment, seed=seed) as stream:
+            stream.begin(
+                prompts,
+                num_generations_per_prompt=group_size,
+                step=step,
+                first_group=first_group,
+            )
+            return stream.take(step)
+
+    def _run_batched(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        *,
+        step: int,
+        first_group: int,
+        greedy: bool,
+    ) -> RemoteRollouts:
         indexed = [
             (prompt, RolloutIndex(self._seed, step, group, sample))
             for group, prompt in enumerate(prompts, start=first_group)
-            for sample in range(num_generations_per_prompt)
+            for sample in range(group_size)
         ]
         calls = CallQueue()
-        new_episode = self._new_episode(calls)
-        episodes = [(each[0], new_episode(*each)) for each in indexed]
-        if releases_memory:
-            self._generation.prepare_for_generation()
-        played = play_all(episodes, partial(self._completed, greedy=greedy), calls)
-        if releases_memory:
-            self._generation.finish_generation(discards_weights=discards_weights)
-        return rollouts_of(indexed, played)
+        answers = self._environment and conversations(self._environment, calls)
+        episodes = [(each[0], self.episode(*each, answers)) for each in indexed]
+        return rollouts_of(
+            indexed, play_all(episodes, partial(self._completed, greedy=greedy), calls)
+        )
 
     def _completed(
         self, requests: list[CompletionRequest], *, greedy: bool
     ) -> list[CompletionResult]:
+        is_vllm = isinstance(getattr(self._generation, "config", None), VllmGenerationConfig)
         completions = self._generation.complete(
-            joined_requests(requests, separately=not self._is_in_rounds),
+            joined_requests(requests, separately=not (self._is_in_rounds or is_vllm)),
             greedy=greedy,
             weight_version=self.weight_version,
         )
@@ -83,10 +122,9 @@ class EpisodeRollouts(RolloutEngine):
 
 
 class MultiTurnRollouts(EpisodeRollouts):
-    """Plays episodes with an environment, each at its own pace.
+    """Plays episodes with an environment.
 
-    The environment rewards each turn, and each rollout has a reward or an error. If it answers all
-    conversations together, the engine completes them together, too.
+    The environment rewards each turn, and each rollout has a reward or an error.
 
     Args:
         generation: The engine.
@@ -115,7 +153,6 @@ class MultiTurnRollouts(EpisodeRollouts):
         super().__init__(generation, tokenizer, seed=seed)
         self._environment = environment
         self._bounds = bounds
-        self._is_in_rounds = answers_at_once(environment)
         self._first_stops: tuple[str, ...] = ()
         if isinstance(environment, StopsFirstTurn):
             self._first_stops = tuple(environment.first_stop_strings)
@@ -132,6 +169,3 @@ class MultiTurnRollouts(EpisodeRollouts):
             stop_strings=self._first_stops,
             answer=answers and answers(index.group + index.sample),
         )
-
-    def _new_episode(self, calls: CallQueue) -> NewEpisode:
-        return partial(self.episode, answers=conversations(self._environment, calls))

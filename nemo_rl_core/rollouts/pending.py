@@ -21,9 +21,7 @@ class PendingRollout:
     Attributes:
         first_version: First version of the weights that may complete its requests.
         num_attempts: Number of times that it was begun.
-        request: Request that the engine has not answered.
-        answer: Future of the answer to the request of an episode that plays.
-        playing: Task of an episode that plays.
+        playing: Task of an episode; None for a single turn.
         samples: Result of an episode.
         kept: Completion of a single turn, with the id of its request.
     """
@@ -33,8 +31,6 @@ class PendingRollout:
     first_version: int = 0
     num_attempts: int = 1
     failure: str | None = None
-    request: CompletionRequest | None = None
-    answer: "asyncio.Future[CompletionResult] | None" = None
     playing: "asyncio.Task[Sequence[PlayedEpisode]] | None" = None
     samples: Sequence[PlayedEpisode] | None = None
     kept: tuple[int, KeptCompletion] | None = None
@@ -55,6 +51,15 @@ class PendingRollout:
     def is_over(self) -> bool:
         """Whether the rollout has ended or failed."""
         return any(each is not None for each in (self.failure, self.kept, self.samples))
+
+
+@dataclass(frozen=True, eq=False)
+class PendingRequest:
+    """A request that the engine has not answered; `answer` is None for a single turn."""
+
+    rollout: PendingRollout
+    request: CompletionRequest
+    answer: "asyncio.Future[CompletionResult] | None" = None
 
 
 @dataclass

@@ -3,17 +3,19 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.environment import dedicated_bundles_of_scorers
+from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.trainer import GateConfig, RolloutSettings
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.adapt import EnvironmentScorer
+from nemo_rl_core.environments.conversations import answers_at_once
 from nemo_rl_core.environments.interfaces import (
     EnvironmentInterface,
     RolloutScorer,
@@ -22,6 +24,7 @@ from nemo_rl_core.environments.interfaces import (
 from nemo_rl_core.environments.post_processing import HOOK, post_process
 from nemo_rl_core.models.generation.custom import CustomEngineAdapter
 from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.generation.streaming import TurnGeneration
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.registry import Registry
@@ -109,8 +112,6 @@ class Sampler(AbstractContextManager["Sampler"]):
         scores_on_a_gpu: Whether a model scores on one of the trainer's GPUs.
     """
 
-    _engine_class: ClassVar[Callable[..., Generation]] = Generation
-
     def __init__(
         self,
         session: ClusterSession,
@@ -133,6 +134,9 @@ class Sampler(AbstractContextManager["Sampler"]):
         if isinstance(self._scorer, EnvironmentScorer):
             self.environment = self._scorer.environment
         self.scores_on_a_gpu = scorer is None and scores_on_a_gpu(session, settings)
+        self._config = settings.generation
+        has_agent = isinstance(settings.environment, AgentEnvironment)
+        self._plays_agents = has_agent and scorer is None
         setup = GenerationSetup(
             model_folder=model_folder,
             config=settings.generation,
@@ -149,10 +153,16 @@ class Sampler(AbstractContextManager["Sampler"]):
         else:
             self.generation = CustomEngineAdapter(generation, setup, gate=gate)
         self._max_failed_fraction = settings.rollouts.max_failed_fraction
-        self.engine = self._rollout_engine(settings, scorer)
+        self.engine = self._rollout_engine(settings)
 
-    def _rollout_engine(self, settings: RolloutSettings, scorer: Scorer | None) -> RolloutEngine:
-        if scorer is None and isinstance(settings.environment, AgentEnvironment):
+    @property
+    def _engine_class(self) -> Callable[..., Generation]:
+        at_once = self.environment is None or answers_at_once(self.environment)
+        streams = isinstance(self._config, VllmGenerationConfig)
+        return TurnGeneration if streams and (self._plays_agents or not at_once) else Generation
+
+    def _rollout_engine(self, settings: RolloutSettings) -> RolloutEngine:
+        if self._plays_agents:
             agents = _ROLLOUTS.get("agent")
             return agents(self.generation, self.tokenizer, settings, self._scorer)
         if self.environment is None:

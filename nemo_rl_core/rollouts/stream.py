@@ -23,7 +23,7 @@ from nemo_rl_core.distributed.event_loop import CallQueue, event_loop, run_on_lo
 from nemo_rl_core.environments.conversations import conversations
 from nemo_rl_core.environments.interfaces import EnvironmentInterface
 from nemo_rl_core.errors import WorkerLostError
-from nemo_rl_core.models.generation.streaming import KeptCompletion, StreamingGeneration
+from nemo_rl_core.models.generation.streaming import KeptCompletion, RequestGeneration
 from nemo_rl_core.rollouts.driver import play, rollouts_of
 from nemo_rl_core.rollouts.engine import (
     CompletionRequest,
@@ -35,7 +35,12 @@ from nemo_rl_core.rollouts.engine import (
     results_of,
 )
 from nemo_rl_core.rollouts.episode import PlayedEpisode
-from nemo_rl_core.rollouts.pending import PendingRollout, PendingStep, remote_rollouts
+from nemo_rl_core.rollouts.pending import (
+    PendingRequest,
+    PendingRollout,
+    PendingStep,
+    remote_rollouts,
+)
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.types import Prompt, Rollout
 
@@ -83,7 +88,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
 
     def __init__(
         self,
-        generation: StreamingGeneration,
+        generation: RequestGeneration,
         episode: Callable[..., Episode | SingleTurnEpisode],
         environment: EnvironmentInterface | None,
         *,
@@ -101,14 +106,14 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         self._new_episode = episode
         if environment is not None:
             self._new_episode = partial(episode, answers=conversations(environment, self._calls))
-        self._asking: list[PendingRollout] = []  # in the event loop
-        self._ready: SimpleQueue[list[PendingRollout]] = SimpleQueue()  # with requests to submit
+        self._asking: list[PendingRequest] = []  # in the event loop
+        self._ready: SimpleQueue[list[PendingRequest]] = SimpleQueue()  # to submit
         self._seed = seed
         self._timeout_seconds = timeout_seconds
         self._on_draw = on_draw
         self._request_ids = count()
         self._steps: dict[int, PendingStep] = {}
-        self._in_flight: dict[int, PendingRollout] = {}
+        self._in_flight: dict[int, PendingRequest] = {}
         self._num_restarts = generation.num_restarts
         self._num_restarts_in_a_row = 0
         # Guards the engine, all attributes above, and the four below.
@@ -131,18 +136,20 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         *,
         num_generations_per_prompt: int,
         step: int,
+        first_group: int = 0,
         next_version: int | None = None,
     ) -> None:
         """Submits a step's rollouts and returns at once.
 
         Args:
+            first_group: Index of the first prompt.
             next_version: Version of the weights that the rollouts begin with, which the caller
                 sends to the engine next. That call then restarts a lost engine, not this one.
         """
         may_restart = next_version is None
         with self._lock:
             self._resubmit_after_restart(may_restart=may_restart)
-            self._steps[step] = PendingStep(num_generations_per_prompt)
+            self._steps[step] = PendingStep(num_generations_per_prompt, first_group)
             self._begin_draw(
                 step, prompts, may_restart=may_restart, first_version=next_version or 0
             )
@@ -168,8 +175,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         for each in rollouts:
             episode = self._new_episode(*each.requested)
             if isinstance(episode, SingleTurnEpisode):
-                each.request = episode.request()
-                self._ready.put([each])
+                self._ready.put([PendingRequest(each, episode.request())])
             else:
                 playing.append((each, episode))
         if playing:
@@ -191,10 +197,9 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         self, pending: PendingRollout, request: CompletionRequest
     ) -> CompletionResult:
         answer: asyncio.Future[CompletionResult] = asyncio.get_running_loop().create_future()
-        pending.request, pending.answer = request, answer
         if not self._asking:
             answer.get_loop().call_soon(self._pass_on)  # with those of all that can advance now
-        self._asking.append(pending)
+        self._asking.append(PendingRequest(pending, request, answer))
         return await answer
 
     def _pass_on(self) -> None:
@@ -349,11 +354,14 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
 
     def _pause(self) -> None:
         """Waits for the next poll, or for a draw that ends; submits the turns that are ready."""
-        plays = any(each.playing for step in self._steps.values() for each in step.draw)
-        end = time.monotonic() + (_TURN_POLL_SECONDS if plays else _DRAW_POLL_SECONDS)
+        end = time.monotonic() + (_TURN_POLL_SECONDS if self._plays else _DRAW_POLL_SECONDS)
         while not self._is_urgent() and (seconds := end - time.monotonic()) > 0:
             self._lock.wait_for(lambda: self._is_urgent() or not self._ready.empty(), seconds)
             self._submit_ready(may_restart=False)
+
+    @property
+    def _plays(self) -> bool:
+        return any(each.playing for step in self._steps.values() for each in step.draw[:1])
 
     def _is_urgent(self) -> bool:
         is_asked = self._polls_next or self._deadline is not None
@@ -408,7 +416,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         wait_seconds = 0.0
         if self._deadline is not None:
             wait_seconds = max(0.0, min(self._deadline - time.monotonic(), _MAX_WAIT_SECONDS))
-            if len(self._in_flight) < sum(len(step.missing) for step in self._steps.values()):
+            if self._plays:
                 wait_seconds = min(wait_seconds, _TURN_WAIT_SECONDS)
         answers = self._call_engine(
             lambda: self._generation.poll(wait_seconds=wait_seconds), may_restart=may_restart
@@ -420,11 +428,11 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 continue  # cancelled, but finished at the same time
             self._num_restarts_in_a_row = 0
             assert isinstance(made, KeptCompletion)
-            if pending.playing is not None:
+            if pending.answer is not None:
                 turns[request_id] = made
                 continue
             del self._in_flight[request_id]
-            pending.kept = request_id, made
+            pending.rollout.kept = request_id, made
         self._take_turns(turns)
 
     def _take_turns(self, kept: dict[int, KeptCompletion]) -> None:
@@ -435,7 +443,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         if not kept:
             return
         requests = {each: self._in_flight[each].request for each in kept}
-        before = {key: each.before.row for key, each in requests.items() if each and each.before}
+        before = {key: each.before.row for key, each in requests.items() if each.before}
         completions = self._call_engine(
             partial(self._generation.take_remotely, kept, before),
             may_restart=self._deadline is not None,
@@ -447,24 +455,24 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         event_loop().call_soon_threadsafe(_answer, pairs)
 
     def _submit_ready(self, *, may_restart: bool) -> None:
-        ready: list[PendingRollout] = []
+        ready: list[PendingRequest] = []
         while not self._ready.empty():
             ready += self._ready.get()
         live = [each for each in ready if each.answer is None or not each.answer.cancelled()]
         self._submit(live, may_restart=may_restart)
 
-    def _submit(self, pending: Sequence[PendingRollout], *, may_restart: bool) -> None:
+    def _submit(self, pending: Sequence[PendingRequest], *, may_restart: bool) -> None:
         # The engine's next user counts request ids from 0 as well: after a slow reward or
         # environment, a closed stream must not submit requests with the same ids.
         if self._is_closed:
             return
-        for version in dict.fromkeys(each.first_version for each in pending):
-            group = [each for each in pending if each.first_version == version]
+        for version in dict.fromkeys(each.rollout.first_version for each in pending):
+            group = [each for each in pending if each.rollout.first_version == version]
             request_ids = [next(self._request_ids) for _ in group]
             self._in_flight.update(zip(request_ids, group, strict=True))
-            requests = joined_requests([each.request for each in group if each.request]).batch()
+            requests = joined_requests([each.request for each in group]).batch()
             # Later turns and further draws come before the requests of later steps.
-            requests["priorities"] = torch.tensor([each.index.step for each in group])
+            requests["priorities"] = torch.tensor([each.rollout.index.step for each in group])
             submit = partial(self._generation.submit, request_ids, requests, first_version=version)
             self._call_engine(submit, may_restart=may_restart)
 
@@ -497,17 +505,17 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             self._num_restarts, self._lost = self._generation.num_restarts, None
             unanswered = list(self._in_flight.values())
             self._in_flight.clear()
-            kept = [
-                each for step in self._steps.values() for each in step.draw if each.kept is not None
-            ]
+            draws = [each for step in self._steps.values() for each in step.draw]
+            kept = [each for each in draws if each.kept is not None]
             for each in kept:
                 each.kept = None
-            self._submit([*unanswered, *kept], may_restart=may_restart)
+            self._submit(unanswered, may_restart=may_restart)
+            self._start(kept, may_restart=may_restart)
 
     def _retry(self, missing: Sequence[PendingRollout]) -> None:
         """Samples rollouts again from their first token; fails them after the second attempt."""
-        id_of = {id(each): request_id for request_id, each in self._in_flight.items()}
-        stuck = [id_of[id(each)] for each in missing if id(each) in id_of]
+        late = set(missing)
+        stuck = [key for key, each in self._in_flight.items() if each.rollout in late]
         for request_id in stuck:
             del self._in_flight[request_id]
         self._call_engine(lambda: self._generation.cancel(stuck), may_restart=True)

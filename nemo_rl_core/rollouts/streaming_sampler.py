@@ -1,8 +1,8 @@
 """A sampler for a trainer that does not wait for its engine."""
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
-from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
@@ -10,17 +10,15 @@ from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.rollouts.stream import OnDraw, RolloutStream, no_more
 
 
-def _engine(session: Any, setup: GenerationSetup, **options: Any) -> Generation:
-    """Starts an engine that takes requests at any time, if the backend has one."""
-    has_stream = isinstance(setup.config, VllmGenerationConfig)
-    return (StreamingGeneration if has_stream else Generation)(session, setup, **options)
-
-
 class StreamingSampler(Sampler):
     """A `Sampler` whose engine samples between calls, by itself or in a thread."""
 
-    _engine_class = staticmethod(_engine)
     _stream: RolloutStream | None = None
+
+    @property
+    def _engine_class(self) -> Callable[..., Generation]:
+        is_vllm = isinstance(self._config, VllmGenerationConfig)
+        return StreamingGeneration if is_vllm else Generation
 
     @property
     def streaming(self) -> StreamingGeneration | None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -257,6 +257,14 @@ class StreamingVllmBackend(VllmBackend):
         self._between_steps(reload)
         self._finished, self._kept = queue.SimpleQueue(), {}
 
+    def wake(self) -> None:
+        """Restores the memory of the engine between two steps."""
+        self._between_steps(super().wake)
+
+    def sleep(self, *, level: Literal[1, 2] = 1) -> None:
+        """Releases the memory of the engine, which has no requests."""
+        self._between_steps(lambda: super(StreamingVllmBackend, self).sleep(level=level))
+
     def shutdown(self) -> None:
         """Stops the engine and its thread."""
         self._commands.put(None)
@@ -265,6 +273,8 @@ class StreamingVllmBackend(VllmBackend):
 
     def _between_steps(self, command: Callable[[], T]) -> T:
         """Runs a command in the engine's thread and returns or raises its result."""
+        if threading.current_thread() is self._thread:
+            return command()
         done: Future[T] = Future()
 
         def carry_out() -> None:

@@ -384,11 +384,13 @@ def take_remotely(
     model_folder: Path,
     continued: Sequence[int] = (),
     before: RemoteRows | None = None,
+    has_versions: bool = True,
 ) -> tuple[None, Block, Block]:
     """Returns completions of a streaming engine as a block of tokens and a block of texts."""
     finished = backend.take_completions(request_ids)
     completions = [each.completion for each in finished]
-    batch = _token_columns([each.prompt for each in finished], completions, streams=True)
+    prompts = [each.prompt for each in finished]
+    batch = _token_columns(prompts, completions, streams=has_versions)
     tokens = {name: batch[name] for name in batch if name in _OF_TOKENS}
     if before is not None:
         tokens = _with_earlier(before.fetched(), continued, tokens)

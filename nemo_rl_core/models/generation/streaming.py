@@ -96,52 +96,18 @@ class RequestBalance:
         return request
 
 
-class StreamingGeneration(Generation):
-    """vLLM engines that take requests at any time, and new weights during generation.
+class RequestGeneration(Generation):
+    """vLLM engines that take requests while others are under way.
 
-    A request goes to the engine with the fewest outstanding tokens. New weights reach all engines
-    in one transfer, as one version.
-
-    All samples of a step may be from older weights than the policy's, so that its gate cannot
-    compare them. Therefore every transfer of weights ends with a proof, and begins with a check
-    that each engine still computes the same as at the end of the previous transfer.
-
-    Args:
-        cluster: A session with its running workers, or a custom cluster.
-        config: Model, sampling and size of vLLM engines, the same as in `VllmGeneration`.
+    A request goes to the engine with the fewest outstanding tokens.
 
     Attributes:
         keeps_completions: Whether `poll` returns only lengths, and `take_remotely` references to
             the rest; set before the first request.
-        agreement: Largest `token_mult_prob_error` of an engine in the last proof; 1 is perfect
-            agreement.
     """
 
-    agreement: float
-
-    def __init__(
-        self,
-        cluster: ClusterSession | RayVirtualCluster,
-        config: GenerationSetup | VllmConfig | Mapping[str, Any],
-        *,
-        name: str = "generation",
-        gate: GateConfig | None = None,
-    ) -> None:
-        setup = read_vllm_setup(cluster, config)
-        self._refuse_other_engines(setup.config)
-        self._weight_version, self.keeps_completions = 0, False
-        self._unchecked: tuple[BatchedDataDict, Policy] | None = None
-        super().__init__(cluster, setup, name=name, gate=gate)
-
-    @staticmethod
-    def _refuse_other_engines(config: SamplingConfig) -> None:
-        if not isinstance(config, VllmGenerationConfig):
-            raise ConfigError(
-                "this engine cannot sample while a model trains",
-                expected="generation.backend: vllm",
-                got=getattr(config, "backend", type(config).__name__),
-                fix="change the section generation, or use Generation",
-            )
+    _has_versions = False
+    keeps_completions = False
 
     @property
     def _backend(self) -> str:
@@ -152,12 +118,6 @@ class StreamingGeneration(Generation):
         self._balance = RequestBalance(self.num_engines)  # new engines have no requests
         self._arrived: list[tuple[int, Completion | KeptCompletion]] = []
         self._submitting: list[Any] = []
-
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the engine is always ready."""
-
-    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the engine continues with its requests and frees no memory."""
 
     def submit(
         self, request_ids: Sequence[int], requests: BatchedDataDict, *, first_version: int = 0
@@ -267,6 +227,7 @@ class StreamingGeneration(Generation):
                     model_folder=self._setup.model_folder,
                     continued=continued,
                     before=RemoteRows.of_each(rows) if rows else None,
+                    has_versions=self._has_versions,
                 )
             )
         self._finish([first for first, _, _ in calls])
@@ -277,16 +238,6 @@ class StreamingGeneration(Generation):
             RemoteRows(tuple(tokens for _, tokens, _ in calls), block, row),
             RemoteRows(tuple(texts for _, _, texts in calls), block, row),
         )
-
-    def finish_first(self, priority: int) -> None:
-        """Waits for nearly complete requests of this priority or a smaller one.
-
-        New weights interrupt requests, whose keys and values must then be computed again. Each
-        engine completes these requests before that, unless they may draw more tokens than would be
-        computed again. The next transfer replaces an engine that is lost meanwhile.
-        """
-        with suppress(WorkerLostError):
-            self._ask_all("finish_first", priority=priority)
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """Cancels requests; the next `poll` may still return their completions."""
@@ -311,9 +262,6 @@ class StreamingGeneration(Generation):
         limit = self._setup.config.generate_timeout_seconds
         return self._workers.finish([*before, *calls], limit)[len(before) :]
 
-    def _sleep_options(self, *, discards_weights: bool) -> None:
-        """Returns None, as the engine never sleeps."""
-
     def _ask_all(self, method: str, **kwargs: Any) -> list[Any]:
         return self._workers.run_all_workers_sharded_data(
             method,
@@ -322,6 +270,79 @@ class StreamingGeneration(Generation):
             common_kwargs=kwargs,
             timeout_seconds=self._setup.config.generate_timeout_seconds,
         )
+
+    def restart(self, lost: WorkerLostError) -> None:
+        """Restarts all workers with the weights that they had, and without requests."""
+        self._restart(lost)
+
+
+class TurnGeneration(RequestGeneration):
+    """vLLM engines for the turns of episodes, with new weights only between two batches of them."""
+
+
+class StreamingGeneration(RequestGeneration):
+    """vLLM engines that take requests at any time, and new weights during generation.
+
+    New weights reach all engines in one transfer, as one version.
+
+    All samples of a step may be from older weights than the policy's, so that its gate cannot
+    compare them. Therefore every transfer of weights ends with a proof, and begins with a check
+    that each engine still computes the same as at the end of the previous transfer.
+
+    Args:
+        cluster: A session with its running workers, or a custom cluster.
+        config: Model, sampling and size of vLLM engines, the same as in `VllmGeneration`.
+
+    Attributes:
+        agreement: Largest `token_mult_prob_error` of an engine in the last proof; 1 is perfect
+            agreement.
+    """
+
+    _has_versions = True
+    agreement: float
+
+    def __init__(
+        self,
+        cluster: ClusterSession | RayVirtualCluster,
+        config: GenerationSetup | VllmConfig | Mapping[str, Any],
+        *,
+        name: str = "generation",
+        gate: GateConfig | None = None,
+    ) -> None:
+        setup = read_vllm_setup(cluster, config)
+        self._refuse_other_engines(setup.config)
+        self._weight_version = 0
+        self._unchecked: tuple[BatchedDataDict, Policy] | None = None
+        super().__init__(cluster, setup, name=name, gate=gate)
+
+    @staticmethod
+    def _refuse_other_engines(config: SamplingConfig) -> None:
+        if not isinstance(config, VllmGenerationConfig):
+            raise ConfigError(
+                "this engine cannot sample while a model trains",
+                expected="generation.backend: vllm",
+                got=getattr(config, "backend", type(config).__name__),
+                fix="change the section generation, or use Generation",
+            )
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the engine is always ready."""
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the engine continues with its requests and frees no memory."""
+
+    def finish_first(self, priority: int) -> None:
+        """Waits for nearly complete requests of this priority or a smaller one.
+
+        New weights interrupt requests, whose keys and values must then be computed again. Each
+        engine completes these requests before that, unless they may draw more tokens than would be
+        computed again. The next transfer replaces an engine that is lost meanwhile.
+        """
+        with suppress(WorkerLostError):
+            self._ask_all("finish_first", priority=priority)
+
+    def _sleep_options(self, *, discards_weights: bool) -> None:
+        """Returns None, as the engine never sleeps."""
 
     def update_weights(
         self, policy: Policy, *, weight_version: int | None = None, checks_later: bool = False
@@ -368,7 +389,3 @@ class StreamingGeneration(Generation):
                 check_unchanged(self._proof_prompts, proof.first, proof.last, self._bounds)
         outputs = BatchedDataDict.from_batches([proof.output for proof in proofs])
         self._unchecked = outputs, policy
-
-    def restart(self, lost: WorkerLostError) -> None:
-        """Restarts all workers with the weights that they had, and without requests."""
-        self._restart(lost)
