@@ -48,7 +48,10 @@ class Agents:
         self.bounds = Bounds.of(settings)
         self.max_opening_tokens = settings.max_prompt_tokens
         generation = settings.generation
-        self.sampling = {"temperature": generation.temperature, **generation.reshaping}
+        self.sampling = {
+            "temperature": generation.temperature,
+            **{name: value for name, value in generation.reshaping.items() if value is not None},
+        }
         self.slots = asyncio.Semaphore(self.config.max_concurrent)
         self.running: set[asyncio.Task[ProcessResult]] = set()
         self.server = AgentServer()
@@ -188,15 +191,16 @@ class AgentRollouts(EpisodeRollouts):
 
 
 def _played(prompt: Prompt, sample: AgentSample, outcome: float | RewardError) -> PlayedEpisode:
-    is_failed = isinstance(outcome, RewardError)
-    rewards = (0.0,) * (len(sample.texts) - 1) + (0.0 if is_failed else outcome,)
+    error = outcome.in_one_line if isinstance(outcome, RewardError) else None
+    reward = None if isinstance(outcome, RewardError) else outcome
+    rewards = (0.0,) * (len(sample.texts) - 1) + (reward or 0.0,)
     return PlayedEpisode(
         sample.sequence,
         truncated=sample.truncated,
         text="\n".join(sample.texts),
         turns=Turns(sample.turns, rewards, sample.num_written, sample.num_unread_tokens),
-        reward=None if is_failed else outcome,
-        error=outcome.in_one_line if is_failed else None,
+        reward=reward,
+        error=error,
         prompt_ids=None if sample.opening_ids is prompt.token_ids else sample.opening_ids,
     )
 

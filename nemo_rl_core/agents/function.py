@@ -53,11 +53,12 @@ def _guard(episode: socket.socket, run: Callable[..., Any]) -> None:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         os.environb.clear()
-        os.environb.update(each.split(b"=", 1) for each in variables.split(b"\0"))
+        for name, _, value in (each.partition(b"=") for each in variables.split(b"\0")):
+            os.environb[name] = value
         os._exit(_call(run))
     for stream in streams:
         os.close(stream)
-    select.select([os.pidfd_open(agent), episode], [], [])
+    select.select([os.pidfd_open(agent), episode.fileno()], [], [])
     # Until it is waited for, its number and that of its group belong to it.
     with suppress(ProcessLookupError):  # before its `setsid`
         os.killpg(agent, signal.SIGKILL)

@@ -88,6 +88,7 @@ class FunctionHost:
         self._starting = asyncio.Lock()
         self._folder: TemporaryDirectory[str] | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._failure: ConfigError | None = None
 
     async def command(self) -> list[str]:
         """Returns the command of an episode, whose host is started if there is none.
@@ -96,6 +97,8 @@ class FunctionHost:
             ConfigError: If the module cannot be imported.
         """
         async with self._starting:
+            if self._failure is not None:
+                raise self._failure
             if self._process is None or self._process.returncode is not None:
                 await self.stop()
                 self._folder = TemporaryDirectory(prefix="nemo-rl-agent-")
@@ -106,10 +109,11 @@ class FunctionHost:
     async def _start(self, path: str) -> None:
         target = self._config.target
         assert target is not None
-        pipes = {"stdin": PIPE, "stdout": PIPE, "stderr": STDOUT}
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", str(_HOST), target, path),
-            **pipes,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=STDOUT,
             env=variables_of(self._config),
             start_new_session=True,
         )
@@ -118,11 +122,12 @@ class FunctionHost:
         while lines[-1] != b"ready\n":
             lines.append(await self._process.stdout.readline())
             if not lines[-1]:
-                raise ConfigError(
+                self._failure = ConfigError(
                     f"environment.target: {target!r} cannot be imported in its process",
                     got=b"".join(lines[-4:]).decode(errors="replace").strip(),
                     fix="correct the module; it gets only the variables in environment.variables",
                 )
+                raise self._failure
 
     async def stop(self) -> None:
         """Ends the process."""

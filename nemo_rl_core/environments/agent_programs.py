@@ -20,12 +20,12 @@ _SIGNATURE = "run(base_url, api_key, row)"
 
 
 class ReportedReward(Scorer):
-    """Scorer of an agent that reports its reward: a text alone has none."""
+    """Scorer of an agent that reports its reward, without which a text has none."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """Returns an error for each rollout."""
         error = RewardError(
-            "the agent computes the reward of its episode, so a text alone has none",
+            "the agent computes the reward of its episode, so a text has none",
             expected="environment.reward, which scores the last turn of an episode",
             got="environment.kind agent without reward",
             fix="run the agent by itself with another model in OPENAI_BASE_URL to try it",
@@ -64,7 +64,7 @@ def check_agent(config: AgentEnvironment) -> None:
 def _find_program(name: str) -> None:
     if shutil.which(name, path=program_path()) is None:
         raise ConfigError(
-            f"environment.command: there is no program {name!r}",
+            f"environment.command: the program {name!r} does not exist",
             expected="an executable file, or the name of one in PATH",
             got=name,
             fix="install it, or correct the command",

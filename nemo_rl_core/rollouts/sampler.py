@@ -163,8 +163,9 @@ class Sampler(AbstractContextManager["Sampler"]):
 
     def _rollout_engine(self, settings: RolloutSettings) -> RolloutEngine:
         if self._plays_agents:
-            agents = _ROLLOUTS.get("agent")
-            return agents(self.generation, self.tokenizer, settings, self._scorer)
+            agents: Any = _ROLLOUTS.get("agent")
+            engine: RolloutEngine = agents(self.generation, self.tokenizer, settings, self._scorer)
+            return engine
         if self.environment is None:
             return SingleTurnRollouts(self.generation, self.tokenizer, seed=settings.seed)
         return MultiTurnRollouts(

@@ -106,12 +106,12 @@ def test_eight_agents_call_a_tool_at_once(
     by_prompt = {}
 
     def text(request: CompletionRequest) -> str:
-        said = chat_tokenizer.decode(request.token_ids)
+        new_text = chat_tokenizer.decode(request.token_ids)
         if request.before is None:
-            a, b = said.rpartition("user\n")[2].partition("<|im_end|>")[0].split("+")
+            a, b = new_text.rpartition("user\n")[2].partition("<|im_end|>")[0].split("+")
             call = {"name": "add", "arguments": {"a": int(a), "b": int(b)}}
             return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
-        return said.partition("<tool_response>\n")[2].partition("\n")[0]
+        return new_text.partition("<tool_response>\n")[2].partition("\n")[0]
 
     engine = RecordedEngine(chat_tokenizer, text)
     prompts = [(f"{n}+{n * n}", str(n + n * n + n % 2)) for n in range(8)]

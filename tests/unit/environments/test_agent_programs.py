@@ -1,4 +1,4 @@
-"""What a recipe may say about an agent, and what of its files is part of the cache key."""
+"""Settings of agents in a recipe, and the files of agents in the cache key."""
 
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ def test_the_files_of_an_agent_count(
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({"command": ["no-such-program"]}, "no program 'no-such-program'"),
+        ({"command": ["no-such-program"]}, "program 'no-such-program' does not exist"),
         ({"command": ["python", "no_such_agent.py"]}, "no_such_agent.py"),
         ({"command": ["true"], "files": ["no_folder"]}, "no_folder"),
         ({"command": ["true"], "variables": ["NO_SUCH_KEY"]}, "export NO_SUCH_KEY"),
