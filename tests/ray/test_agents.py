@@ -24,7 +24,7 @@ def trained(**options: Any) -> TrainResult:
     return train(
         ModelFromConfig(num_layers=1),
         rows,
-        num_steps=2,
+        num_steps_per_iteration=2,
         num_prompts_per_step=4,
         num_generations_per_prompt=4,
         generation={"backend": "hf", "max_new_tokens": 4},
