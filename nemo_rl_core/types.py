@@ -75,6 +75,9 @@ class Rollout:
             unless the environment has adapted it to the batch.
         messages: The conversation of a multi-turn episode as `(role, content)` texts.
         error: Reason why there is no reward; such a rollout is counted but not trained on.
+        part: Index of the training sample in its episode. An episode whose past is rewritten has
+            several, with the same `group`, `sample` and `reward`, and each with its prompt tokens
+            and the rewards of its turns.
     """
 
     prompt: Prompt
@@ -88,6 +91,7 @@ class Rollout:
     turn_rewards: tuple[float, ...] = ()
     messages: tuple[tuple[str, str], ...] = ()
     error: str | None = None
+    part: int = 0
 
     def scored(self, reward: float | None) -> "Rollout":
         """Returns this rollout with a reward."""

@@ -123,6 +123,7 @@ class RolloutSchema(pa.DataFrameModel):
     generated: Series[Any]
     weight_versions: Series[Any]
     num_unread_tokens: Series[int] = pa.Field(ge=0)
+    part: Series[int] = pa.Field(ge=0)
 
     @pa.check("reward", "advantage")
     def _finite(cls, column: Series[float]) -> "pd.Series[bool]":  # noqa: N805

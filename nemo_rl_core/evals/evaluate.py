@@ -19,6 +19,7 @@ from nemo_rl_core.evals.metrics import (
     evaluation_metrics,
     is_correct,
 )
+from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.telemetry.waiting import waiting
 from nemo_rl_core.types import Prompt, Rollout
@@ -49,13 +50,15 @@ def evaluate(
     with Sampler(session, settings, model_folder) as sampler:
         engine = sampler.engine
         with waiting(f"generating {len(prompts):,} greedy completions"):
-            greedy = sampler.score(greedy_rollouts(sampler, prompts))
-        sampled: Sequence[Rollout] = []
+            greedy = RemoteRollouts.of(sampler.score(greedy_rollouts(sampler, prompts)))
+        sampled = RemoteRollouts.of([])
         if num_samples := config.num_samples_per_prompt:
             with waiting(f"generating {num_samples * len(prompts):,} sampled completions"):
                 drawn = engine.run(prompts, num_generations_per_prompt=num_samples, step=0)
-                sampled = sampler.score(drawn)
+                sampled = RemoteRollouts.of(sampler.score(drawn))
         peak_memory_gib = sampler.generation.peak_memory_gib()
+    num_tokens = sum(len(r.completion.token_ids) for r in [*greedy, *sampled])
+    greedy, sampled = greedy.episodes(), sampled.episodes()
     environment = settings.environment
     with voting(environment) as get_votes:
         return EvaluationResult(
@@ -72,7 +75,7 @@ def evaluate(
                     environment=environment,
                 )
             ],
-            num_tokens=sum(len(r.completion.token_ids) for r in [*greedy, *sampled]),
+            num_tokens=num_tokens,
             peak_memory_gib=peak_memory_gib,
         )
 

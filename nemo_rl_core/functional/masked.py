@@ -21,6 +21,12 @@ def valid_token_mask(token_mask: Tensor, sample_mask: Tensor) -> Tensor:
     return token_mask.bool() & sample_mask.bool()[:, None]
 
 
+def num_trained_sequences(batch: Mapping[str, Tensor]) -> Tensor:
+    """Returns the 0-dim number of sequences in the loss; samples of an episode count as one."""
+    mask = batch["sample_mask"]
+    return (mask * batch["sequence_weights"] if "sequence_weights" in batch else mask).sum()
+
+
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
     """Sets entries outside the bool mask, which may be arbitrary, to 0; so is their gradient."""
     assert values.shape == mask.shape, f"values {values.shape} and mask {mask.shape} differ"

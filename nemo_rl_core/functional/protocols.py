@@ -24,7 +24,7 @@ class LossFunction(Protocol):
                 position t is the logprob of token t+1, in nats.
             batch: `token_mask [B, T-1]`, `sample_mask [B]`, and the columns that the loss reads.
             global_valid_seqs: 0-dim; sequences whose `sample_mask` is set in the full optimizer
-                step, over all micro-batches and ranks.
+                step, over all micro-batches and ranks; rows with `sequence_weights` count as those.
             global_valid_tokens: 0-dim; tokens whose masks are both set in the full step.
 
         Returns:

@@ -5,6 +5,7 @@ Rollouts that could not be scored are left out and counted, never given a low re
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -33,11 +34,12 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
         tokens after the prompt, including those of the environment; `num_turns [B]` and
         `written_lengths [B]`, the number of the policy's tokens, if an environment answered; and
         `reward_components [B, R]` if it returned several rewards. Rollouts of this process have
-        local columns instead of `tokens`.
+        local columns instead of `tokens`. If an episode has several training samples, there are
+        also the columns of `_episode_columns`.
 
     Raises:
-        RewardError: If the rollouts differ in how many rewards they have, or one could not be
-            scored.
+        RewardError: If the rollouts differ in how many rewards they have, one could not be scored,
+            or samples of one episode have different rewards.
     """
     columns = RemoteRollouts.of(rollouts)
     source = columns.source.completions
@@ -57,7 +59,90 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
         batch["num_turns"] = torch.tensor([len(each.rewards) for each in columns.turns])
     batch["rewards"] = rewards_of(columns)
     batch = _with_components(batch, columns.components)
+    if columns.part is not None:
+        batch.update(_episode_columns(columns, batch))
     return batch if columns is rollouts else batch.fetched()
+
+
+def _episode_columns(columns: RemoteRollouts, batch: BatchedDataDict) -> dict[str, Tensor]:
+    """Returns columns of rows that may be training samples of the same episode.
+
+    `episode_ids [B]`; `sequence_weights [B]`, the share of the episode's trained tokens, so that an
+    episode counts as one sequence; and with one value per episode `num_turns` and
+    `rollout_lengths`, the largest number of tokens of a sample after the prompt of the first
+    sample, which `rollouts.max_rollout_tokens` limits.
+    """
+    episode, rewards = torch.from_numpy(columns.episode), batch["rewards"]
+    for row in (rewards != rewards_of(columns.episodes())[episode]).nonzero()[:1, 0].tolist():
+        raise RewardError(
+            "the training samples of an episode have different rewards",
+            expected="one reward per episode, the same for each of its samples",
+            got=f"{float(rewards[row])} for a sample of prompt {columns.prompt_of(row).id!r}",
+            fix="score the episode once",
+        )
+    zeros, part = torch.zeros_like(episode), torch.from_numpy(columns.part)
+    completion_lengths = columns.source.completions.completion_lengths[columns.completion]
+    lengths, starts = batch["rollout_lengths"], batch["input_lengths"] - completion_lengths
+    first_starts = zeros.index_add(0, episode, torch.where(part == 0, starts, 0))[episode]
+    longest = zeros.scatter_reduce(0, episode, lengths + starts - first_starts, "amax")
+    written = batch.get("written_lengths", lengths)
+    totals = {"written": written, "num_turns": batch.get("num_turns", torch.ones_like(written))}
+    sums = {name: zeros.index_add(0, episode, each)[episode] for name, each in totals.items()}
+    return {
+        "episode_ids": episode,
+        "sequence_weights": written / sums["written"].clamp(min=1),
+        "rollout_lengths": longest[episode],
+        "num_turns": sums["num_turns"],
+    }
+
+
+def turn_returns(rollouts: Sequence[Rollout]) -> Tensor:
+    """Returns `[B, K]`, the rewards of an episode's turn k and of its later turns.
+
+    NaN where turn k is not in the row: after the last turn, or in another training sample of the
+    episode. What the environment added to the reward of the full batch belongs to the last turn.
+
+    Raises:
+        RewardError: If an episode has no rewards of turns.
+    """
+    columns = RemoteRollouts.of(rollouts)
+    scores, episodes = columns.rewards, dict[int, list[tuple[int, float]]]()
+    assert scores is not None
+    for row, episode in enumerate(columns.episode.tolist()):
+        rewards = columns.turns[row].rewards if columns.turns else ()
+        episodes.setdefault(episode, []).extend((row, reward) for reward in rewards)
+        if not episodes[episode]:
+            raise RewardError(
+                f"a rollout of prompt {columns.prompt_of(row).id!r} has no rewards of turns",
+                expected="one for each turn of the policy, since advantage.credit is 'turn'",
+                got="a reward of the whole episode",
+                fix="reward each turn, or leave credit out",
+            )
+    returns = np.full((len(columns), max(map(len, episodes.values()), default=0)), np.nan)
+    for turns in episodes.values():
+        rows, rewards = zip(*turns, strict=True)
+        left = float(scores[rows[0]]) - sum(rewards)  # exactly 0 if the reward is their sum
+        from_end = list(accumulate(rewards[::-1], initial=left))
+        returns[list(rows), range(len(rows))] = from_end[:0:-1]
+    return torch.from_numpy(returns).float()
+
+
+def episodes_of(batch: BatchedDataDict) -> tuple[BatchedDataDict, Tensor | slice]:
+    """Returns the last row of each of `E` episodes, and each row's index among them.
+
+    The index is `[B]`, or a slice of all rows if no episode has several training samples. An
+    episode is masked if all its samples are, and its `kl_penalties` are the sum over them.
+    """
+    if "episode_ids" not in batch:
+        return batch, slice(None)
+    ids, index = torch.unique(batch["episode_ids"], return_inverse=True)
+    rows = torch.zeros_like(ids).scatter_reduce(0, index, torch.arange(len(index)), "amax")
+    episodes, zeros = batch.select_indices(rows.numpy()), torch.zeros(len(ids))
+    mask = batch["sample_mask"].float()
+    episodes["sample_mask"] = zeros.scatter_reduce(0, index, mask, "amax")
+    if "kl_penalties" in batch:
+        episodes["kl_penalties"] = zeros.index_add(0, index, batch["kl_penalties"])
+    return episodes, index
 
 
 def with_logprobs_of(policy: PolicyInterface, rollouts: Sequence[Rollout]) -> RemoteRollouts:
@@ -125,14 +210,15 @@ def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
         lengths = batch.get("written_lengths", batch["rollout_lengths"]).float()
     else:
         lengths = batch["token_mask"].sum(dim=1).float()
+    episodes, _ = episodes_of(batch)
     metrics = {
-        **reward_metrics(batch["rewards"]),
-        "truncated_fraction": batch["truncated"].float().mean().item(),
+        **reward_metrics(episodes["rewards"]),
+        "truncated_fraction": episodes["truncated"].float().mean().item(),
         "completion_length": lengths.mean().item(),
         "completion_length_max": lengths.max().item(),
     }
     if "num_turns" in batch:
-        metrics["num_turns"] = batch["num_turns"].float().mean().item()
+        metrics["num_turns"] = episodes["num_turns"].float().mean().item()
     if "prev_logprobs" in batch and not batch.is_remote:
         logprobs = (batch["generation_logprobs"], batch["prev_logprobs"])
         # Without the sequences that the gate has masked, whose tokens nobody trains on.
@@ -188,10 +274,11 @@ def selected(rollouts: Sequence[Rollout], mask: Tensor) -> RemoteRollouts:
 
 def failure_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Returns `num_failed_rollouts` and `failed_fraction`; there must be at least one rollout."""
-    num_failed = len(rollouts) - len(valid_rollouts(rollouts))
+    episodes = RemoteRollouts.of(rollouts).episodes()
+    num_failed = len(episodes.errors or {})
     return {
         "num_failed_rollouts": float(num_failed),
-        "failed_fraction": num_failed / len(rollouts),
+        "failed_fraction": num_failed / len(episodes),
     }
 
 
@@ -202,8 +289,9 @@ def refuse_too_many_failures(rollouts: Sequence[Rollout], *, max_failed_fraction
         max_failed_fraction: Largest accepted fraction of failures; it is an error at any value if
             all rollouts failed.
     """
-    errors = list((RemoteRollouts.of(rollouts).errors or {}).values())
-    num_failed, total = len(errors), len(rollouts)
+    episodes = RemoteRollouts.of(rollouts).episodes()
+    errors = list((episodes.errors or {}).values())
+    num_failed, total = len(errors), len(episodes)
     if num_failed <= max_failed_fraction * total and not 0 < num_failed == total:
         return
     first = [shorten(each, _MAX_CHARACTERS) for each in dict.fromkeys(errors)][:_NUM_SHOWN]

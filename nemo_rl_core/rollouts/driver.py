@@ -16,10 +16,8 @@ from nemo_rl_core.rollouts.engine import (
     CompletionRequest,
     CompletionResult,
     Episode,
-    RolloutIndex,
 )
-from nemo_rl_core.rollouts.episode import PlayedEpisode, played_rollouts
-from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
+from nemo_rl_core.rollouts.episode import PlayedEpisode
 from nemo_rl_core.types import Prompt
 
 CompleteAll = Callable[[list[CompletionRequest]], list[CompletionResult]]
@@ -84,12 +82,3 @@ async def _played(
         return stopped.result() if stopped.done() else playing.result()
     finally:
         playing.cancel()
-
-
-def rollouts_of(
-    requested: Sequence[tuple[Prompt, RolloutIndex]], played: Sequence[Sequence[PlayedEpisode]]
-) -> RemoteRollouts:
-    """Returns all samples of episodes as rollouts; those of one episode have the same index."""
-    pairs = zip(requested, played, strict=True)
-    samples = [(each, sample) for each, of_episode in pairs for sample in of_episode]
-    return played_rollouts([each for each, _ in samples], [sample for _, sample in samples])

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,12 @@ from nemo_rl_core.rollouts.engine import (
     RolloutIndex,
     request_seed,
 )
-from nemo_rl_core.rollouts.remote_rollouts import CompletionSource, RemoteRollouts, Turns
+from nemo_rl_core.rollouts.remote_rollouts import (
+    CompletionSource,
+    RemoteRollouts,
+    Turns,
+    parts_of,
+)
 from nemo_rl_core.types import Prompt
 
 
@@ -222,12 +227,20 @@ class PlayedEpisode:
 
 
 def played_rollouts(
-    requested: Sequence[tuple[Prompt, RolloutIndex]], played: Sequence[PlayedEpisode]
+    requested: Sequence[tuple[Prompt, RolloutIndex]], episodes: Sequence[Sequence[PlayedEpisode]]
 ) -> RemoteRollouts:
-    """Returns rollouts of several turns."""
-    prompts = {index.group: prompt for prompt, index in requested}
-    group = np.array([index.group for _, index in requested], np.int64)
-    start = np.array([len(prompt.token_ids) for prompt, _ in requested], np.int64)
+    """Returns rollouts of several turns, one per training sample of each episode."""
+    pairs = list(zip(requested, episodes, strict=True))
+    indices = [index for (_, index), samples in pairs for _ in samples]
+    played = [each for samples in episodes for each in samples]
+    prompts = [
+        prompt if each.prompt_ids is None else replace(prompt, token_ids=each.prompt_ids)
+        for (prompt, _), samples in pairs
+        for each in samples
+    ]
+    unique = {id(each): each for each in prompts}
+    numbers = dict(zip(unique, range(len(unique)), strict=True))
+    start = np.array([len(each.token_ids) for each in prompts], np.int64)
     length = np.array([each.sequence.length for each in played], np.int64)
     texts = InProcess({"texts": [each.text for each in played]})
     completions = RemoteCompletions(
@@ -241,11 +254,12 @@ def played_rollouts(
     return RemoteRollouts(
         CompletionSource(completions),
         np.arange(len(played)),
-        tuple(prompts.values()),
-        np.unique(group, return_inverse=True)[1],
-        group,
-        np.array([index.sample for _, index in requested], np.int64),
+        tuple(unique.values()),
+        np.array([numbers[id(each)] for each in prompts], np.int64),
+        np.array([index.group for index in indices], np.int64),
+        np.array([index.sample for index in indices], np.int64),
         np.array(rewards, np.float64),
         {row: each.error for row, each in enumerate(played) if each.error is not None},
         turns=tuple(each.turns for each in played),
+        part=parts_of([number for samples in episodes for number in range(len(samples))]),
     )

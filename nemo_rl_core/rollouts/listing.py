@@ -10,7 +10,10 @@ _HEADER = f"{'step':>6} {'rollouts':>8} {'failed':>6} {'reward':>8} {'tokens':>8
 
 
 def listed(records: RolloutRecords) -> str:
-    """Formats one line per step: numbers of rollouts and failures, and means over the others."""
+    """Formats one line per step: numbers of rollouts and failures, and means over the others.
+
+    An episode with several training samples is one rollout.
+    """
     return "\n".join([_HEADER, *(_line(step, records.load(step)) for step in records.steps())])
 
 
@@ -32,6 +35,7 @@ def shown(rollout: Rollout) -> str:
     outcome = f"failed: {rollout.error}" if rollout.error is not None else _score(rollout)
     cut = ", truncated" if rollout.completion.truncated else ""
     indices = f"group {rollout.group}, sample {rollout.sample}"
+    indices += f", part {rollout.part}" if rollout.part else ""
     messages = rollout.messages or (("user", rollout.prompt.text), ("assistant", rollout.text))
     return "\n".join(
         [
@@ -63,14 +67,15 @@ def _score(rollout: Rollout) -> str:
 
 def _line(step: int, rollouts: Sequence[Rollout]) -> str:
     counted = [each for each in rollouts if each.error is None]
-    means = [
-        [each.reward or 0.0 for each in counted],
-        [float(len(each.completion.token_ids)) for each in counted],
-        [float(max(len(each.turn_rewards), 1)) for each in counted],
+    sums = [
+        sum(each.reward or 0.0 for each in counted if each.part == 0),
+        float(sum(len(each.completion.token_ids) for each in counted)),
+        float(sum(max(len(each.turn_rewards), 1) for each in counted)),
     ]
-    reward, tokens, turns = (sum(part) / len(part) if part else 0.0 for part in means)
-    num_failed = len(rollouts) - len(counted)
-    head = f"{step:6d} {len(rollouts):8d} {num_failed:6d}"
+    num_episodes = sum(each.part == 0 for each in rollouts)
+    num_failed = num_episodes - sum(each.part == 0 for each in counted)
+    reward, tokens, turns = (each / max(num_episodes - num_failed, 1) for each in sums)
+    head = f"{step:6d} {num_episodes:8d} {num_failed:6d}"
     return f"{head} {reward:8.4g} {tokens:8.1f} {turns:6.2f}"
 
 

@@ -12,7 +12,7 @@ from nemo_rl_core.environments.conversations import Answer, answers_at_once, con
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirstTurn
 from nemo_rl_core.models.generation.streaming import TurnGeneration
 from nemo_rl_core.models.interfaces import GenerationInterface
-from nemo_rl_core.rollouts.driver import play_all, rollouts_of
+from nemo_rl_core.rollouts.driver import play_all
 from nemo_rl_core.rollouts.engine import (
     CompletionRequest,
     CompletionResult,
@@ -22,7 +22,7 @@ from nemo_rl_core.rollouts.engine import (
     joined_requests,
     results_of,
 )
-from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode
+from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode, played_rollouts
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.types import Prompt
@@ -104,7 +104,7 @@ class EpisodeRollouts(RolloutEngine):
         calls = CallQueue()
         answers = self._environment and conversations(self._environment, calls)
         episodes = [(each[0], self.episode(*each, answers)) for each in indexed]
-        return rollouts_of(
+        return played_rollouts(
             indexed, play_all(episodes, partial(self._completed, greedy=greedy), calls)
         )
 

@@ -9,7 +9,6 @@ from nemo_rl_core.data.pairs import PreferencePair, pairs_from_rollouts
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.rollouts.batch import valid_rollouts
 from nemo_rl_core.rollouts.sampler import Sampler
 
 
@@ -52,14 +51,16 @@ def sample_pairs(
             )
         )
         peak_memory_gib = sampler.generation.peak_memory_gib()
-    pairs = pairs_from_rollouts(rollouts, margin=margin)
+    # Only the first training sample of an episode has the prompt, which a pair must share.
+    firsts = [each for each in rollouts if each.part == 0]
+    pairs = pairs_from_rollouts(firsts, margin=margin)
     if not pairs:
         raise DataError(
             "no prompt gives a preference pair: the completions of each have the same reward",
             expected=f"rewards that differ by more than {margin} for some prompt",
-            got=f"{len(rollouts)} completions of {len(rows)} prompts",
+            got=f"{len(firsts)} completions of {len(rows)} prompts",
             fix="sample more completions per prompt, or begin with a model that is sometimes right",
         )
     num_tokens = sum(len(rollout.completion.token_ids) for rollout in rollouts)
-    num_failed = len(rollouts) - len(valid_rollouts(rollouts))
+    num_failed = sum(each.error is not None for each in firsts)
     return SampledPairs(pairs, len(rows), num_tokens, peak_memory_gib, num_failed)

@@ -173,6 +173,8 @@ def load_rollouts(path: Path) -> list[Rollout]:
             got=str(error).splitlines()[0][:200],
             fix="take the file from the artifact again",
         ) from error
+    if "part" not in table.column_names:  # of earlier versions
+        table = table.append_column("part", pa.array([0] * len(table), pa.int64()))
     missing = [name for name in _schema().names if name not in table.column_names]
     if missing:
         raise DataError(
@@ -224,6 +226,7 @@ def _schema() -> "pa.Schema":
             ("generated", pa.list_(pa.bool_())),
             ("weight_versions", ids),
             ("num_unread_tokens", pa.int64()),
+            ("part", pa.int64()),
         ]
     )
 
@@ -270,6 +273,7 @@ def _row(rollout: Rollout) -> dict[str, Any]:
         "generated": completion.generated,
         "weight_versions": completion.weight_versions,
         "num_unread_tokens": completion.num_unread_tokens,
+        "part": rollout.part,
     }
 
 
@@ -300,4 +304,5 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         turn_rewards=tuple(row["turn_rewards"]),
         messages=tuple((turn["role"], turn["content"]) for turn in row["messages"]),
         error=row["error"],
+        part=row["part"],
     )

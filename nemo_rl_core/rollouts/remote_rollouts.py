@@ -20,6 +20,11 @@ from nemo_rl_core.types import Completion, Prompt, Rollout
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
+def parts_of(numbers: Sequence[int]) -> Indices | None:
+    """Returns the column `RemoteRollouts.part`."""
+    return np.array(numbers, np.int64) if any(numbers) else None
+
+
 class CompletionSource:
     """Completions of an engine, with a cache of the texts and tokens that were fetched."""
 
@@ -207,6 +212,8 @@ class RemoteRollouts(Sequence[Rollout]):
         rewards: `[B]`, NaN where a rollout has no reward.
         components: `[B]` tuples if the environment returns several rewards.
         turns: `[B]` if an environment answers.
+        part: `[B]` index of the training sample in its episode; None if no episode has several.
+            Rows with equal `group` and `sample` are one episode, in the order of its samples.
     """
 
     source: CompletionSource
@@ -219,6 +226,7 @@ class RemoteRollouts(Sequence[Rollout]):
     errors: dict[int, str] | None = None
     components: tuple[tuple[float, ...], ...] = ()
     turns: tuple[Turns, ...] = ()
+    part: Indices | None = None
 
     def __reduce__(self) -> Any:
         completion = np.full(len(self.prompts), -1)
@@ -271,6 +279,7 @@ class RemoteRollouts(Sequence[Rollout]):
             errors,
             tuple(each.components for each in rollouts) if has_components else (),
             tuple(map(Turns.of, rollouts)) if has_turns else (),
+            parts_of([each.part for each in rollouts]),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -295,6 +304,7 @@ class RemoteRollouts(Sequence[Rollout]):
             each.tolist() for each in (self.completion, self.prompt, self.group, self.sample)
         )
         errors, texts = self.errors or {}, self.source.texts
+        parts = [0] * len(self) if self.part is None else self.part.tolist()
         for row, (completion, prompt, group, sample) in enumerate(zip(*columns, strict=True)):
             reward = np.nan if self.rewards is None else float(self.rewards[row])
             turns = self.turns[row] if self.turns else None
@@ -309,6 +319,7 @@ class RemoteRollouts(Sequence[Rollout]):
                 turn_rewards=() if turns is None else turns.rewards,
                 messages=() if turns is None else turns.messages,
                 error=errors.get(row),
+                part=parts[row],
             )
 
     def select(self, rows: Indices) -> "RemoteRollouts":
@@ -329,7 +340,23 @@ class RemoteRollouts(Sequence[Rollout]):
             errors=errors,
             components=components,
             turns=tuple(self.turns[row] for row in rows.tolist()) if self.turns else (),
+            part=None if self.part is None else self.part[rows],
         )
+
+    @cached_property
+    def episode(self) -> Indices:
+        """`[B]` number of each row's episode."""
+        if self.part is None:
+            return np.arange(len(self))
+        pairs = np.stack([self.group, self.sample])
+        return np.unique(pairs, axis=1, return_inverse=True)[1].reshape(-1)
+
+    def episodes(self) -> "RemoteRollouts":
+        """Returns one row per episode, in the order of `episode`: its last training sample."""
+        if self.part is None:
+            return self
+        _, from_end = np.unique(self.episode[::-1], return_index=True)
+        return replace(self.select(len(self) - 1 - from_end), part=None)
 
     @property
     def is_valid(self) -> "np.ndarray[Any, np.dtype[np.bool_]]":
@@ -417,6 +444,7 @@ class RemoteRollouts(Sequence[Rollout]):
             np.full(len(part), np.nan) if part.rewards is None else part.rewards for part in parts
         ]
         components = tuple(each for part in parts for each in part.components or [()] * len(part))
+        numbers = [np.zeros_like(each.sample) if each.part is None else each.part for each in parts]
         return cls(
             sources,
             np.concatenate(lists["completion"]),
@@ -428,4 +456,5 @@ class RemoteRollouts(Sequence[Rollout]):
             dict(lists["errors"]),
             components if any(components) else (),
             tuple(each for part in parts for each in part.turns),
+            None if all(each.part is None for each in parts) else np.concatenate(numbers),
         )

@@ -59,7 +59,8 @@ def post_process_rollouts(
         All rollouts in the same order, and the metrics, empty if no rollout could be scored.
     """
     columns = RemoteRollouts.of(rollouts)
-    counted = columns.valid()
+    valid = columns.valid()
+    counted = valid.episodes()
     if not counted or not hasattr(environment, HOOK):
         return columns, {}  # without a batch, which would cost more than scoring
     is_small = getattr(getattr(environment, HOOK), "reads_only_rewards", False)
@@ -69,7 +70,8 @@ def post_process_rollouts(
     # An unchanged reward keeps its float64 value; the tensor is float32.
     is_same = (rewards == batch["rewards"]).numpy()
     adapted = columns.rewards.copy()
-    adapted[columns.is_valid] = np.where(is_same, counted.rewards, rewards.double().numpy())
+    of_episodes = np.where(is_same, counted.rewards, rewards.double().numpy())
+    adapted[columns.is_valid] = of_episodes[valid.episode]
     return columns.with_rewards(adapted), metrics
 
 

@@ -24,7 +24,7 @@ from nemo_rl_core.environments.conversations import conversations
 from nemo_rl_core.environments.interfaces import EnvironmentInterface
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.streaming import KeptCompletion, RequestGeneration
-from nemo_rl_core.rollouts.driver import play, rollouts_of
+from nemo_rl_core.rollouts.driver import play
 from nemo_rl_core.rollouts.engine import (
     CompletionRequest,
     CompletionResult,
@@ -34,7 +34,7 @@ from nemo_rl_core.rollouts.engine import (
     joined_requests,
     results_of,
 )
-from nemo_rl_core.rollouts.episode import PlayedEpisode
+from nemo_rl_core.rollouts.episode import PlayedEpisode, played_rollouts
 from nemo_rl_core.rollouts.pending import (
     PendingRequest,
     PendingRollout,
@@ -255,7 +255,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             raise pending.failure
         return RemoteRollouts.joined(pending.drawn)
 
-    def _rollouts_of(
+    def _played_rollouts(
         self, draw: Sequence[PendingRollout], *, may_restart: bool
     ) -> RemoteRollouts | None:
         """Returns the rollouts of a draw that has ended.
@@ -263,7 +263,9 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         Returns None if an engine is lost with completions that it kept, which then start again.
         """
         if any(each.playing is not None for each in draw):
-            return rollouts_of([each.requested for each in draw], [each.played() for each in draw])
+            return played_rollouts(
+                [each.requested for each in draw], [each.played() for each in draw]
+            )
         kept = dict(each.kept for each in draw if each.kept is not None)
         completions = self._call_engine(
             partial(self._generation.take_remotely, kept), may_restart=may_restart
@@ -389,7 +391,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 pending = self._steps.get(step)
                 if self._is_closed or pending is None or not pending.has_ended_draw:
                     continue  # its caller has left, or an engine was lost with the draw
-                rollouts = self._rollouts_of(pending.draw, may_restart=may_restart)
+                rollouts = self._played_rollouts(pending.draw, may_restart=may_restart)
                 if rollouts is None:
                     continue
                 pending.drawn.append(rollouts)

@@ -6,6 +6,7 @@ They sample, score and record rollouts, and make one or more optimizer steps per
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar, cast
 
@@ -27,6 +28,7 @@ from nemo_rl_core.environments.rewards.retries import num_retries
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import greedy_rollouts
 from nemo_rl_core.evals.metrics import accuracy_metrics
+from nemo_rl_core.functional.masked import num_trained_sequences
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
@@ -187,7 +189,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 rollouts = self._with_policy_logprobs(rollouts)
         with self.timer.phase("reward"):
             scored, metrics = self.sampler.post_process(self.sampler.score(rollouts))
-        self._environment_metrics.append((len(valid_rollouts(scored)), metrics))
+        self._environment_metrics.append((len(valid_rollouts(scored).episodes()), metrics))
         return scored
 
     def _with_policy_logprobs(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
@@ -257,7 +259,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         self._update_weights(self.sampler, last_step=self.step)
         with self._awake(self.sampler):
             drawn = greedy_rollouts(self.sampler, self._held_out)
-        return accuracy_metrics(self.sampler.score(drawn))
+        return accuracy_metrics(RemoteRollouts.of(self.sampler.score(drawn)).episodes())
 
     def _restart_metrics(self) -> dict[str, float]:
         """Counts restarts of the engine, replaced actors and retried rewards of this step."""
@@ -299,19 +301,22 @@ def train_in_parts(
     size: int | None,
     sequence_means: frozenset[str] = frozenset(),
 ) -> dict[str, float]:
-    """Makes one optimizer step on each of several consecutive parts of `size` rows.
+    """Makes one optimizer step on each of several consecutive parts of `size` episodes.
 
     Failed rollouts may leave fewer rows than requested. The number of parts is then chosen so that
     their sizes are nearest to `size` and differ by at most one: an optimizer step on a few rows
-    would be noisy. Every row is in exactly one part; without `size` there is one part.
+    would be noisy. Every row is in exactly one part, with all rows of its episode, so that episodes
+    with several training samples do not add optimizer steps; without `size` there is one part.
     `sequence_means` names metrics of the loss that are means over sequences, not over tokens.
     """
     parts, num_sequences, start = [], [], 0
-    for rows in _part_sizes(batch.size, size):
-        part = batch.slice(start, start + rows)
+    ends = _episode_ends(batch)
+    for last in accumulate(_part_sizes(len(ends), size)):
+        end = int(ends[last - 1]) if last else 0
+        part = batch.slice(start, end)
         parts.append(policy.train(part, loss_fn))
-        num_sequences.append(float(part["sample_mask"].sum()))
-        start += rows
+        num_sequences.append(float(num_trained_sequences(part)))
+        start = end
     by_sequence = _means(parts, num_sequences)
     means = combined(parts)
     return {
@@ -343,14 +348,23 @@ def with_trained(metrics: dict[str, float], trained: dict[str, float]) -> dict[s
     return {**metrics, **trained}
 
 
-def num_parts(num_rows: int, size: int | None) -> int:
+def num_parts(batch: BatchedDataDict, size: int | None) -> int:
     """Returns the number of optimizer steps of `train_in_parts`."""
-    return 1 if size is None else max((2 * num_rows + size) // (2 * size), 1)
+    return len(_part_sizes(len(_episode_ends(batch)), size))
 
 
-def _part_sizes(num_rows: int, size: int | None) -> list[int]:
-    count = num_parts(num_rows, size)
-    smaller, num_larger = divmod(num_rows, count)
+def _episode_ends(batch: BatchedDataDict) -> Tensor:
+    """Returns the number of rows up to the end of each episode, whose rows are adjacent."""
+    if "episode_ids" not in batch:
+        return torch.arange(1, batch.size + 1)
+    ids: Tensor = batch["episode_ids"]
+    ends: Tensor = torch.unique_consecutive(ids, return_counts=True)[1].cumsum(0)
+    return ends
+
+
+def _part_sizes(num_episodes: int, size: int | None) -> list[int]:
+    count = 1 if size is None else max((2 * num_episodes + size) // (2 * size), 1)
+    smaller, num_larger = divmod(num_episodes, count)
     return [smaller + 1] * num_larger + [smaller] * (count - num_larger)
 
 

@@ -6,6 +6,7 @@ from nemo_rl_core.algorithms.grpo.config import (
     GRPOSchedule,
     GRPOSettings,
     refuse_overlong,
+    refuse_turn_credit,
 )
 from nemo_rl_core.config.environment import EnvironmentConfig, WeightedSum
 from nemo_rl_core.config.generation import refuse_for_training
@@ -51,6 +52,7 @@ def refuse_unfit(grpo: GRPOConfig, reward: EnvironmentConfig, recipe: PipelineRe
     refuse_busy_judge_gpu(
         recipe.cluster, recipe.generation, reward, samples_ahead=grpo.asynchronous is not None
     )
+    refuse_turn_credit(grpo, reward)
     try:
         refuse_overlong(grpo, longest=recipe.rollouts.room(recipe.generation))
     except ValueError as error:

@@ -8,7 +8,20 @@ from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.functions import CustomAdvantage
 
 
-class GroupNormalized(FrozenConfig):
+class _OfGroup(FrozenConfig):
+    """Base of the formulas that compare the episodes of a group.
+
+    Attributes:
+        credit: Reward that is compared: that of the `episode` for all of its tokens, or for each
+            `turn` the rewards of this turn and later ones, with the same turn of other episodes.
+    """
+
+    credit: Literal["episode", "turn"] = Field(
+        default="episode", exclude_if=lambda value: value == "episode"
+    )
+
+
+class GroupNormalized(_OfGroup):
     """`(r - mean_group) / (std_group + 1e-6)` with the unbiased std (GRPO).
 
     With the KL penalty in the reward, the std is that of the rewards without the penalty.
@@ -17,13 +30,13 @@ class GroupNormalized(FrozenConfig):
     kind: Literal["group_normalized"] = "group_normalized"
 
 
-class GroupCentered(FrozenConfig):
+class GroupCentered(_OfGroup):
     """`r - mean_group`, not divided by the spread (Dr. GRPO)."""
 
     kind: Literal["group_centered"] = "group_centered"
 
 
-class LeaveOneOut(FrozenConfig):
+class LeaveOneOut(_OfGroup):
     """`r_i - mean_{j != i} r_j` (RLOO)."""
 
     kind: Literal["leave_one_out"] = "leave_one_out"
@@ -64,3 +77,8 @@ AdvantageConfig = Annotated[
     | CustomAdvantage,
     Field(discriminator="kind"),
 ]
+
+
+def credits_turns(advantage: AdvantageConfig) -> bool:
+    """Whether turns have different advantages."""
+    return isinstance(advantage, _OfGroup) and advantage.credit == "turn"

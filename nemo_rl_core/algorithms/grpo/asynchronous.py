@@ -253,7 +253,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
             scored = sampler.score(rollouts)
         with self._stream.environment_alone():
             scored, metrics = sampler.post_process(scored)
-        sampled.environment_metrics.append((len(valid_rollouts(scored)), metrics))
+        sampled.environment_metrics.append((len(valid_rollouts(scored).episodes()), metrics))
         sampled.draws.add(scored)
         if not sampled.draws.wants_more:
             return None

@@ -23,6 +23,7 @@ from nemo_rl_core.algorithms.grpo.advantage_config import (
     GroupNormalized,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
+    credits_turns,
 )
 from nemo_rl_core.algorithms.grpo.loss_config import (
     ClippedLoss,
@@ -35,6 +36,7 @@ from nemo_rl_core.algorithms.grpo.loss_config import (
 from nemo_rl_core.algorithms.grpo.presets import with_preset
 from nemo_rl_core.config.algorithm import Algorithm
 from nemo_rl_core.config.base import FrozenConfig, kind_or
+from nemo_rl_core.config.environment import EnvironmentConfig, is_multi_turn
 from nemo_rl_core.config.functions import CustomAdvantage
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.kl import KLInReward
@@ -44,6 +46,7 @@ from nemo_rl_core.config.trainer import (
     RolloutSettings,
     refuse_busy_judge_gpu,
 )
+from nemo_rl_core.errors import ConfigError
 
 
 class OverlongPenalty(FrozenConfig):
@@ -259,6 +262,11 @@ class GRPOConfig(LoopConfig):
                 "with the KL penalty in the reward differs from token to token; use kl.place "
                 "'in_loss', or an advantage of groups"
             )
+        if isinstance(self.loss, GSPOLoss) and credits_turns(self.advantage):
+            raise ValueError(
+                "loss 'gspo' has one ratio per sequence, but advantage.credit 'turn' differs from "
+                "turn to turn; use another loss, or credit 'episode'"
+            )
         one_reward = self.has_kl_in_reward or isinstance(self.overlong, OverlongPenalty)
         if isinstance(self.advantage, GDPO) and one_reward:
             raise ValueError(
@@ -316,6 +324,17 @@ class GRPOSettings(RolloutSettings):
             samples_ahead=self.grpo.asynchronous is not None,
         )
         return self
+
+
+def refuse_turn_credit(grpo: GRPOConfig, environment: EnvironmentConfig) -> None:
+    """Refuses credit by turn where an episode has a single turn."""
+    if credits_turns(grpo.advantage) and not is_multi_turn(environment):
+        raise ConfigError(
+            "advantage.credit 'turn' needs rewards of turns",
+            expected="an environment that answers the policy and rewards each of its turns",
+            got=f"{environment.kind!r}, which scores one completion",
+            fix="use such an environment, or leave credit out",
+        )
 
 
 def refuse_overlong(grpo: GRPOConfig, *, longest: int) -> None:

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from nemo_rl_core.algorithms.grpo.advantage_config import (
     GDPO,
+    AdvantageConfig,
     GroupCentered,
     GroupNormalized,
     LeaveOneOut,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
+    credits_turns,
 )
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig, OverlongFilter, OverlongPenalty
-from nemo_rl_core.config.functions import CustomAdvantage
 from nemo_rl_core.config.kl import KLInReward
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, RewardError
@@ -32,7 +33,7 @@ from nemo_rl_core.functional.custom_advantage import OF_SEQUENCES, OF_TOKENS, Ad
 from nemo_rl_core.functional.kl import kl_estimate
 from nemo_rl_core.functional.masked import valid_token_mask, zero_masked
 from nemo_rl_core.functional.rewards import outcome_rewards, overlong_penalty, returns_to_go
-from nemo_rl_core.rollouts.batch import groups_of, rollout_batch
+from nemo_rl_core.rollouts.batch import episodes_of, groups_of, rollout_batch
 from nemo_rl_core.types import Rollout
 
 
@@ -93,23 +94,37 @@ def add_advantages(
 
     Returns:
         The batch with `advantages [B, T-1]`, 0 at masked tokens, or `[B]` if the tokens are remote.
+        With remote tokens and credit by turn, `turn_advantages [B, K]` for `spread_over_turns`.
     """
     with_advantages = batch.copy()
     if differs_by_token(config):
         with_advantages.update(token_advantages(batch, config, returns_moments(batch, config)))
         return with_advantages
-    mask, rewards = None, with_advantages["outcomes"]
+    mask = None
     if not batch.is_remote:
         if config.has_kl_in_reward:
             with_advantages["kl_penalties"] = kl_penalties(with_advantages, config)
         mask = valid_token_mask(with_advantages["token_mask"], with_advantages["sample_mask"])
+    episodes, index = episodes_of(with_advantages)
+    rewards = episodes["outcomes"]
     if config.has_kl_in_reward:
-        rewards = rewards - with_advantages["kl_penalties"]
-    if advantage_fn is not None:
+        rewards = rewards - episodes["kl_penalties"]
+    if advantage_fn is not None and advantage_fn.reads_tokens:
+        _refuse_several_samples(with_advantages, advantage_fn)
         columns = _columns(with_advantages, rewards)
         with_advantages["advantages"] = advantage_fn.of_group(columns, mask=mask)
         return with_advantages
-    advantages = _sequence_advantages(with_advantages, config, rewards)
+    if credits_turns(config.advantage):
+        turns = _turn_advantages(with_advantages, config.advantage, rewards[index])
+        with_advantages["turn_advantages"] = turns
+        if mask is not None:
+            with_advantages.update(spread_over_turns(with_advantages))
+        return with_advantages
+    if advantage_fn is not None:
+        advantages = advantage_fn.of_group(_columns(episodes, rewards), mask=None)
+    else:
+        advantages = _sequence_advantages(episodes, config, rewards)
+    advantages = advantages[index]
     if mask is not None:
         advantages = zero_masked(advantages[:, None].expand(mask.shape), mask)
     with_advantages["advantages"] = advantages
@@ -123,25 +138,51 @@ def with_outcomes(
 
     `outcomes [B]` are the rewards less the penalty of overlong completions and, in
     `reinforce_plus_plus_baseline`, the group's mean. With `overlong: {kind: filter}`, `sample_mask`
-    is 0 where the completion was truncated. Tokens of `grpo_batch` may be remote.
+    is 0 where the episode's last turn was truncated. Tokens of `grpo_batch` may be remote.
 
     Args:
         max_new_tokens: Maximum length of a rollout after its prompt, all turns included.
     """
-    rewards = batch["rewards"]
+    episodes, index = episodes_of(batch)
+    rewards = episodes["rewards"]
     if isinstance(config.overlong, OverlongPenalty):
         rewards = rewards + overlong_penalty(
-            batch["rollout_lengths"],
+            episodes["rollout_lengths"],
             max_tokens=max_new_tokens,
             buffer_tokens=config.overlong.buffer_tokens,
             penalty=config.overlong.penalty,
         )
     if isinstance(config.advantage, ReinforcePlusPlusBaseline):
-        rewards = group_centered(rewards, batch["group_ids"])
+        rewards = group_centered(rewards, episodes["group_ids"])
     mask = batch["sample_mask"]
     if isinstance(config.overlong, OverlongFilter):
-        mask = mask * ~batch["truncated"]
-    return BatchedDataDict({**batch, "outcomes": rewards, "sample_mask": mask})
+        mask = mask * ~episodes["truncated"][index]
+    return BatchedDataDict({**batch, "outcomes": rewards[index], "sample_mask": mask})
+
+
+def spread_over_turns(batch: BatchedDataDict) -> dict[str, Tensor]:
+    """Returns the column `advantages [B, T-1]` of any rows of a step, given `turn_advantages`.
+
+    The tokens of a turn are a run of the policy's tokens, which those of the environment end.
+
+    Raises:
+        RewardError: If a row has another number of runs than of turns.
+    """
+    mask, turns = batch["token_mask"].bool(), batch["turn_advantages"]
+    if not mask.numel():  # a rank may have no rows
+        return {"advantages": torch.zeros(mask.shape)}
+    is_first, is_turn = mask & ~torch.nn.functional.pad(mask, (1, -1)), ~turns.isnan()
+    if not torch.equal(is_first.sum(dim=1), is_turn.sum(dim=1)):
+        raise RewardError(
+            "advantage.credit 'turn' cannot tell the turns of a rollout from their tokens",
+            expected="at least one token of the policy in each turn, and one of the environment "
+            "between two turns",
+            got=f"{int(is_first.sum())} runs of the policy's tokens in {int(is_turn.sum())} turns",
+            fix="have the environment answer with text, or leave credit out",
+        )
+    number = is_turn.int().argmax(dim=1, keepdim=True) + is_first.cumsum(dim=1) - 1
+    values = turns.gather(1, number.clamp(0, turns.shape[1] - 1))
+    return {"advantages": zero_masked(values, valid_token_mask(mask, batch["sample_mask"]))}
 
 
 def returns_moments(batch: BatchedDataDict, config: GRPOConfig) -> Moments:
@@ -169,6 +210,16 @@ def kl_penalties(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
     return _kl_in_reward(batch, config).sum(dim=-1)
 
 
+def _refuse_several_samples(batch: BatchedDataDict, advantage_fn: AdvantageFunction) -> None:
+    if "episode_ids" in batch:
+        raise ConfigError(
+            f"the advantage {advantage_fn.name} reads tokens, but episodes have several samples",
+            expected="one training sample per episode, whose tokens the group compares",
+            got=f"{batch.size} samples of {len(batch['episode_ids'].unique())} episodes",
+            fix="leave out the parameters of tokens, or set rollouts.history: as_sampled",
+        )
+
+
 def _columns(batch: BatchedDataDict, rewards: Tensor) -> dict[str, Any]:
     """Returns the columns that a custom advantage may read."""
     columns = {name: batch[name] for name in (*OF_SEQUENCES, *OF_TOKENS) if name in batch}
@@ -177,18 +228,37 @@ def _columns(batch: BatchedDataDict, rewards: Tensor) -> dict[str, Any]:
 
 def _sequence_advantages(batch: BatchedDataDict, config: GRPOConfig, rewards: Tensor) -> Tensor:
     """Returns `[B]` advantages of rewards, less a KL penalty, that all tokens share."""
-    group_ids, outcomes = batch["group_ids"], batch["outcomes"]
-    match config.advantage:
+    if isinstance(config.advantage, GDPO):
+        return _gdpo_advantages(batch, config.advantage, batch["sample_mask"].bool())
+    return _compared(config.advantage, rewards, batch["group_ids"], batch["outcomes"])
+
+
+def _turn_advantages(batch: BatchedDataDict, advantage: AdvantageConfig, rewards: Tensor) -> Tensor:
+    """Returns `[B, K]` advantages of turns, each compared with the same turn of its group.
+
+    Penalties of the episode lower the returns of all of its turns. NaN where `turn_returns` are.
+    """
+    returns, penalties = batch["turn_returns"], rewards - batch["outcomes"]
+    shaped = returns + (batch["outcomes"] - batch["rewards"])[:, None]
+    rows, turns = (~returns.isnan()).nonzero(as_tuple=True)
+    groups, outcomes = batch["group_ids"][rows] * returns.shape[1] + turns, shaped[rows, turns]
+    advantages: Tensor = returns.clone()
+    advantages[rows, turns] = _compared(advantage, outcomes + penalties[rows], groups, outcomes)
+    return advantages
+
+
+def _compared(
+    advantage: AdvantageConfig, rewards: Tensor, group_ids: Tensor, outcomes: Tensor
+) -> Tensor:
+    match advantage:
         case GroupNormalized():
             return group_normalized(rewards, group_ids, outcomes=outcomes)
         case GroupCentered():
             return group_centered(rewards, group_ids)
         case LeaveOneOut():
             return leave_one_out(rewards, group_ids)
-        case GDPO() as advantage:
-            return _gdpo_advantages(batch, advantage, batch["sample_mask"].bool())
-        case ReinforcePlusPlus() | ReinforcePlusPlusBaseline() | CustomAdvantage():
-            raise AssertionError("these advantages differ by token, or are a function")
+        case _:
+            raise AssertionError("other advantages differ by token, or are a function")
 
 
 def _kl_in_reward(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from nemo_rl_core.algorithms.grpo.advantage_config import GDPO, AdvantageConfig
+from nemo_rl_core.algorithms.grpo.advantage_config import GDPO, AdvantageConfig, credits_turns
 from nemo_rl_core.algorithms.grpo.config import DynamicSampling
 from nemo_rl_core.algorithms.grpo.data import grpo_batch
 from nemo_rl_core.config.functions import CustomAdvantage
@@ -20,6 +20,7 @@ from nemo_rl_core.rollouts.batch import (
     reward_metrics,
     rewards_of,
     selected,
+    turn_returns,
     valid_rollouts,
 )
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
@@ -86,7 +87,7 @@ class StepDraws:
     def metrics(self) -> dict[str, float]:
         """Returns metrics of all rollouts, including dropped ones, and the number of draws."""
         rollouts = RemoteRollouts.joined(self._drawn)
-        valid = rollouts.valid()
+        valid = rollouts.valid().episodes()
         rewards, groups = rewards_of(valid), torch.from_numpy(valid.group)
         return {
             **reward_metrics(rewards),
@@ -107,4 +108,11 @@ class StepDraws:
             # Each reward may be normalized separately: sums may be equal for unequal rewards.
             rewards = data.get("reward_components", rewards)
         masks = [informative_groups(part, data["group_ids"]) for part in rewards.unbind(dim=1)]
-        return selected(valid, torch.stack(masks).any(dim=0))
+        is_informative = torch.stack(masks).any(dim=0)
+        if credits_turns(self._advantage):  # sums may be equal for unequal rewards of turns
+            returns, groups = turn_returns(valid), data["group_ids"]
+            rows, turns = (~returns.isnan()).nonzero(as_tuple=True)
+            ids = groups[rows] * returns.shape[1] + turns
+            chosen = groups[rows[informative_groups(returns[rows, turns], ids)]]
+            is_informative |= torch.isin(groups, chosen)
+        return selected(valid, is_informative)

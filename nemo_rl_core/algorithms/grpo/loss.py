@@ -193,6 +193,8 @@ def _reduced(
             return masked_sum(values, mask, denominator=num_tokens)
         case "sequence_mean":
             means = masked_sequence_mean(values, mask)
+            if "sequence_weights" in batch:
+                means = means * batch["sequence_weights"]
             return masked_sum(means, batch["sample_mask"].bool(), denominator=num_sequences)
         case ConstantDenominator(max_tokens=max_tokens):
             return masked_sum(values, mask, denominator=num_sequences * max_tokens)

@@ -6,12 +6,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
-from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings
+from nemo_rl_core.algorithms.grpo.advantage_config import credits_turns
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings, refuse_turn_credit
 from nemo_rl_core.algorithms.grpo.data import (
     add_advantages,
     differs_by_token,
     figures_of_step,
     scores_of_step,
+    spread_over_turns,
     whitening,
     with_outcomes,
 )
@@ -24,9 +26,14 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.policy.remote_compute import Computed, with_results
+from nemo_rl_core.models.policy.remote_compute import Columns, Computed, with_results
 from nemo_rl_core.models.validation import agreement, agreement_metrics, check_consistency
-from nemo_rl_core.rollouts.batch import mean_advantages, rollout_metrics
+from nemo_rl_core.rollouts.batch import (
+    mean_advantages,
+    rollout_metrics,
+    turn_returns,
+    valid_rollouts,
+)
 from nemo_rl_core.rollouts.engine import request_seed
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.rollouts import (
@@ -67,6 +74,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
                 got=f"asynchronous: {self.config.asynchronous!r}",
                 fix="use the other trainer (named grpo or async_grpo), or change asynchronous",
             )
+        if spec.replay is None and spec.scorer is None:
+            refuse_turn_credit(self.config, self.settings.environment)
         super()._set_up(spec, resources)
         builtin = cast("BuiltinLoss", self.config.loss)
         self._loss = self.custom_functions.loss or GRPOLossFn(builtin)
@@ -90,7 +99,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
 
     def _updates_once(self, batch: BatchedDataDict) -> bool:
         """Whether a single optimizer step computes the old logprobs in its own forward pass."""
-        is_single = num_parts(batch.size, self.config.train_global_batch_size) == 1
+        is_single = num_parts(batch, self.config.train_global_batch_size) == 1
         return is_single and self.policy.splits_steps and not self.config.has_kl_in_reward
 
     def _update_once(self, data: BatchedDataDict) -> StepResult:
@@ -98,7 +107,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
 
         If the gate masks sequences, gradients are computed again without them.
         """
-        policy, derived = cast("Policy", self.policy), None
+        policy, derived = cast("Policy", self.policy), cast("Columns | None", None)
         scores = scores_of_step(self.config, is_current=True)
         figures: dict[str, Any] = {"agreement": partial(agreement, **self._gate)}
         if differs_by_token(self.config):
@@ -106,9 +115,11 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
                 scored = policy.compute(data, scores=scores, figures=figures_of_step(self.config))
             data.update(scored.columns)
             scores, derived = {}, whitening(scored.figures["moments"], self.config)
-            figures["mean_advantages"] = mean_advantages
         else:
             data = add_advantages(data, self.config, self.custom_functions.advantage)
+            derived = None if "advantages" in data else spread_over_turns
+        if derived is not None:
+            figures["mean_advantages"] = mean_advantages
         with self.timer.phase("train"):
             loss = replace(self._loss, prev_is_current=True)
             computed = policy.compute(
@@ -129,15 +140,15 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         with self.timer.phase("logprobs"):
             computed = self.policy.compute(data, scores=scores, figures=figures)
             data, consistency = self._checked_by_gate(data, computed)
+            derived: Columns = spread_over_turns
             if "advantages" not in data and differs_by_token(self.config):
-                whitened = self.policy.compute(
-                    data,
-                    derived=whitening(computed.figures["moments"], self.config),
-                    figures={"mean_advantages": mean_advantages},
-                )
-                data = with_results(data, whitened)
+                derived = whitening(computed.figures["moments"], self.config)
             elif "advantages" not in data:
                 data = add_advantages(data, self.config, self.custom_functions.advantage)
+            if "advantages" not in data:
+                figures = {"mean_advantages": mean_advantages}
+                by_token = self.policy.compute(data, derived=derived, figures=figures)
+                data = with_results(data, by_token)
         with self.timer.phase("train"):
             metrics = train_in_parts(
                 self.policy,
@@ -178,6 +189,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         advantage_fn = self.custom_functions.advantage
         if advantage_fn is not None and advantage_fn.reads_tokens:
             batch = batch.fetched()
+        if credits_turns(self.config.advantage):
+            batch["turn_returns"] = turn_returns(valid_rollouts(rollouts))
         outcomes = with_outcomes(batch, self.config, max_new_tokens=limit)
         return BatchedDataDict({**outcomes, "compared_mask": batch["sample_mask"]})
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_rl_core.backends.training.base import refuse_k
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.functional.masked import valid_token_mask
+from nemo_rl_core.functional.masked import num_trained_sequences, valid_token_mask
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.columns import training_columns, with_documented_columns
 from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
@@ -196,7 +196,7 @@ class _CallableLoss:
         self._loss_fn, self._temperature = loss_fn, temperature
         self._reads_values, self._policy_name = reads_values, policy_name
         self.num_valid_tokens = valid_token_mask(batch["token_mask"], batch["sample_mask"]).sum()
-        self._num_valid_seqs = batch["sample_mask"].sum().float()
+        self._num_valid_seqs = num_trained_sequences(batch).float()
         self.metrics: dict[str, float] = {}
 
     def __call__(self, first: Any, batch: Any, **counts: Tensor) -> Any:

@@ -56,6 +56,7 @@ ROLLOUT = {
     "generated": [],
     "weight_versions": [],
     "num_unread_tokens": 0,
+    "part": 0,
 }
 EVALUATION = {
     "prompt_id": "a",

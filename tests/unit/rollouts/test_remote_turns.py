@@ -213,7 +213,7 @@ def test_the_environments_tokens_have_the_version_of_the_turn_before() -> None:
     played = PlayedEpisode(RemoteTokens(RemoteRow(block, 0), 7), False, "", turns, 1.0, None)
     lost = PlayedEpisode.failed(prompt, "no answer")
     requests = [(prompt, RolloutIndex(0, 1, 0, sample)) for sample in range(2)]
-    one, other = played_rollouts(requests, [played, lost])
+    one, other = played_rollouts(requests, [[played], [lost]])
     assert one.completion.token_ids == (5, 2, 9, 9, 6)
     assert one.completion.generated == (True, True, False, False, True)
     assert one.completion.weight_versions == (3, 4, 4, 4, 5)

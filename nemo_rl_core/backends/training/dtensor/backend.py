@@ -55,6 +55,7 @@ from nemo_rl_core.distributed.process_group import local_device, world_size
 from nemo_rl_core.distributed.step_times import step_time
 from nemo_rl_core.distributed.weight_sync.link import SendsWeights
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.functional.masked import num_trained_sequences
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.model_files.loading import (
     as_published,
@@ -198,9 +199,10 @@ class DTensorBackend(SendsWeights):
         """
         self._memory.restore("weights")
         mask = batch["token_mask"] * batch["sample_mask"][:, None]
-        counts = torch.stack([mask.sum().float(), batch["sample_mask"].sum().float()])
+        sums = mask.sum(), num_trained_sequences(batch), batch["sample_mask"].sum()
+        counts = torch.stack([each.float() for each in sums])
         counts = counts if self._mesh is None else self._mesh.data_sum(counts)
-        global_valid_tokens, global_valid_seqs = counts.unbind()
+        global_valid_tokens, global_valid_seqs, num_rows = counts.unbind()
         totals: dict[str, torch.Tensor] = {}
         all_outputs: torch.Tensor | None = None
         if returns_outputs:
@@ -222,7 +224,7 @@ class DTensorBackend(SendsWeights):
             )
             if coefficient := self._training.router_aux_loss_coef:
                 router_loss = self._policy.router_loss(part.batch, part.packed)
-                router_loss = router_loss / global_valid_seqs.clamp(min=1)
+                router_loss = router_loss / num_rows.clamp(min=1)
                 loss = loss + coefficient * router_loss
                 metrics = {**metrics, "router_aux_loss": router_loss.detach()}
             torch.autograd.backward(loss)

@@ -59,6 +59,7 @@ from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.step_times import step_time
 from nemo_rl_core.distributed.weight_sync.link import SendsWeights
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.functional.masked import num_trained_sequences
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
@@ -205,7 +206,7 @@ class MegatronBackend(SendsWeights):
         numbers = torch.zeros(2)
         if batch.size:
             mask = batch["token_mask"] * batch["sample_mask"][:, None]
-            numbers[0], numbers[1] = mask.sum(), batch["sample_mask"].sum()
+            numbers[0], numbers[1] = mask.sum(), num_trained_sequences(batch)
         numbers = numbers.to(self._device)
         dist.all_reduce(numbers, group=parallel_state.get_data_parallel_group())
         return numbers[0], numbers[1]

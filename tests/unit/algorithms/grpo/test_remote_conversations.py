@@ -11,8 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_rl_core.environments.adapt import EnvironmentScorer
+from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
+from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
+from nemo_rl_core.telemetry.metrics import MetricsFile
 from tests.conversations import ROOM, Chat
+from tests.episode_samples import split_by_turn
 from tests.unit.algorithms.grpo.test_remote_training import (
     NUM_STEPS,
     VARIANTS,
@@ -72,6 +76,51 @@ def test_remote_conversations_train_a_critic_bitwise_identically(
         load_file(each / "critic" / "model" / "model.safetensors") for each in (remote, here)
     ]
     assert all(torch.equal(critics[0][name], each) for name, each in critics[1].items())
+
+
+OF_SAMPLES: dict[str, dict[str, Any]] = {
+    "tokens": {},
+    "sequences": {"loss": {"reduction": "sequence_mean"}},
+    "optimizer steps": {"train_global_batch_size": 8, "advantage": {"kind": "leave_one_out"}},
+    "KL in reward": {"loss": {"kl": {"beta": 0.5, "place": "in_reward"}}},
+    "turns": {"advantage": {"credit": "turn"}},
+    "turns, optimizer steps": {"advantage": {"credit": "turn"}, "train_global_batch_size": 8},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", OF_SAMPLES)
+def test_an_episode_of_several_samples_trains_as_one(
+    variant: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each turn becomes a sample, whose prompt is all that the policy has read before it."""
+    grpo = OF_SAMPLES[variant] | {"adam_epsilon": 1e-3}  # a gradient of rounding moves no weight
+    whole = trained(tiny_model, tmp_path / "whole", **chatting(), **grpo)
+    run = MultiTurnRollouts.run
+    monkeypatch.setattr(
+        MultiTurnRollouts,
+        "run",
+        lambda *args, **options: RemoteRollouts.of(split_by_turn(run(*args, **options))),
+    )
+    remote = trained(tiny_model, tmp_path / "remote", **chatting(), **grpo)
+    replayed = trained(
+        tiny_model, tmp_path / "replay", **chatting(), **grpo, replay=remote / "rollouts"
+    )
+    with monkeypatch.context() as patch:
+        read_locally(patch)
+        here = trained(tiny_model, tmp_path / "here", **chatting(), **grpo)
+    assert_equal(remote, here)
+    weights = [
+        load_file(folder / "model" / "model.safetensors") for folder in (remote, replayed, whole)
+    ]
+    assert all(torch.equal(weights[1][name], each) for name, each in weights[0].items())
+    for name, each in weights[0].items():
+        torch.testing.assert_close(each, weights[2][name], rtol=0, atol=2e-5, msg=name)
+    steps = [MetricsFile(folder / "metrics.jsonl").read() for folder in (remote, whole)]
+    for ours, theirs in zip(*steps, strict=True):
+        for name in ("reward", "reward_std", "num_turns", "failed_fraction", "loss", "grad_norm"):
+            assert ours.metrics[name] == pytest.approx(theirs.metrics[name], abs=2e-4), name
+    assert max(each.part for each in RolloutRecords(remote / "rollouts").load(1)) > 0
 
 
 @pytest.mark.slow

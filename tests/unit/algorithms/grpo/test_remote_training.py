@@ -126,6 +126,7 @@ def trained(
     *,
     scorer: Scorer | None = None,
     rollouts: dict[str, Any] | None = None,
+    replay: Path | None = None,
     **grpo: Any,
 ) -> Path:
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 9) for b in range(5)]
@@ -146,7 +147,11 @@ def trained(
     )
     work = folder / "work"
     scored_by = scorer or Sevens()
-    trainer.run(RunSpec(train=train, start=model, work=work, reference=model, scorer=scored_by))
+    trainer.run(
+        RunSpec(
+            train=train, start=model, work=work, reference=model, scorer=scored_by, replay=replay
+        )
+    )
     return work
 
 
