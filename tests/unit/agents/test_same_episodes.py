@@ -9,6 +9,7 @@ import pytest
 from nemo_rl_core.agents.episode import AgentRollouts
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.hugging_face import HuggingFaceBackend
+from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.generated_data import GuessNumberData
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.chat import prompt_token_ids
@@ -97,3 +98,35 @@ def test_an_agent_samples_the_tokens_of_the_environment(
         assert one.reward == other.reward
     assert sum(len(each.turn_rewards) for each in of_agents) > 32
     assert len({each.completion.token_ids for each in of_agents}) > 8
+
+
+def test_branches_of_an_agent_are_samples_of_one_episode(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two_paths.py").write_text(
+        "from tests.unit.agents.guessing_agent import AsyncOpenAI\n"
+        "async def run(base_url, api_key, row):\n"
+        "    client = AsyncOpenAI(base_url=base_url, api_key=api_key)\n"
+        "    for text in (row['prompt'], '1-2='):\n"
+        "        await client.chat.completions.create(\n"
+        "            model='any', messages=[{'role': 'user', 'content': text}])\n"
+        "    return 0.5\n"
+    )
+    tokenizer = load_tokenizer(tiny_model)
+    engine: Any = InThisProcess(tiny_model, tokenizer)
+    settings = SETTINGS.replace(environment=AgentEnvironment(target="two_paths:run"))
+    agents = AgentRollouts(engine, tokenizer, settings, make_scorer(settings.environment))
+    ids = {text: tuple(prompt_token_ids(tokenizer, text)) for text in ("3-4=", "1-2=")}
+    prompt = Prompt("0", "3-4=", ids["3-4="], "", "guess_number")
+    try:
+        rollouts = agents.run([prompt], num_generations_per_prompt=2, step=3)
+    finally:
+        agents.close()
+    assert [(each.group, each.sample, each.part) for each in rollouts] == [
+        *((0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1))
+    ]
+    assert [each.reward for each in rollouts] == [0.5] * 4
+    for pair in (rollouts[:2], rollouts[2:]):
+        assert {each.prompt.token_ids for each in pair} == {*ids.values()}
+    assert len(rollouts.episodes()) == 2
