@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from nemo_rl_core.agents.server import AgentServer
 from nemo_rl_core.agents.session import AgentSample, Session
 from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.trainer import RolloutSettings
-from nemo_rl_core.distributed.event_loop import run_on_loop
+from nemo_rl_core.distributed.event_loop import CallQueue, Gathered, run_on_loop
 from nemo_rl_core.environments.interfaces import Scorer, checked
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.models.interfaces import GenerationInterface
@@ -40,6 +41,9 @@ class Agents:
     Args:
         settings: Settings whose environment is an agent.
         scorer: Scorer of `environment.reward`; not used if the agent reports its reward.
+
+    Attributes:
+        scores: Scores texts in another thread, all that are ready at once.
     """
 
     def __init__(self, settings: RolloutSettings, tokenizer: Any, scorer: Scorer) -> None:
@@ -57,8 +61,9 @@ class Agents:
         self.server = AgentServer()
         self._address: asyncio.Future[str] | None = None
         self._host = FunctionHost(self.config)
-        self._scorer, self._scoring = scorer, asyncio.Lock()
-        self._waiting: list[tuple[Rollout, asyncio.Future[float | RewardError]]] = []
+        self._calls = CallQueue()
+        self.scores: Gathered[Rollout, float | RewardError] = Gathered(scorer.score, self._calls)
+        threading.Thread(target=self._calls.serve, name="scores", daemon=True).start()
 
     async def address(self) -> str:
         """Starts the server once, and returns its address."""
@@ -72,24 +77,12 @@ class Agents:
             return await self._host.command()
         return [each.replace("{prompt}", row["prompt"]) for each in self.config.command]
 
-    async def score(self, rollout: Rollout) -> float | RewardError:
-        """Scores a rollout's text in another thread, together with others that wait."""
-        outcome: asyncio.Future[float | RewardError] = asyncio.get_running_loop().create_future()
-        self._waiting.append((rollout, outcome))
-        async with self._scoring:
-            if not outcome.done():
-                waiting, self._waiting = self._waiting, []
-                rollouts = [each for each, _ in waiting]
-                outcomes = await asyncio.to_thread(self._scorer.score, rollouts)
-                for (_, future), value in zip(waiting, outcomes, strict=True):
-                    future.set_result(value)
-        return await outcome
-
     async def close(self) -> None:
         """Ends episodes that still run, the server and the process that forks functions."""
         for each in self.running:
             each.cancel()
         await asyncio.gather(*self.running, return_exceptions=True)
+        self._calls.stop()
         await self._host.stop()
         if self._address is not None:
             await self._address
@@ -164,7 +157,7 @@ class AgentEpisode:
         if result.exit_code is None or (result.exit_code and not may_fail):
             return _failure(result)
         if is_scored:
-            return await self._agents.score(unscored(self._prompt, self._last_text))
+            return await self._agents.scores.ask(unscored(self._prompt, self._last_text))
         return reported_reward(result, self._prompt)
 
 

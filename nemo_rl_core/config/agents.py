@@ -5,30 +5,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.judge import LLMJudge
 from nemo_rl_core.config.patterns import FUNCTION, VARIABLE
-from nemo_rl_core.config.single_turn import (
-    CodeTests,
-    ExactMatch,
-    JsonSchemaMatch,
-    MathVerify,
-    MultipleChoice,
-    ReasoningGymScore,
-    RegexMatch,
-    RewardFunction,
-)
-
-_TextScorer = (
-    ExactMatch
-    | MathVerify
-    | ReasoningGymScore
-    | RewardFunction
-    | RegexMatch
-    | JsonSchemaMatch
-    | LLMJudge
-    | MultipleChoice
-    | CodeTests
-)
+from nemo_rl_core.config.single_turn import TextScorer
 
 
 class AgentEnvironment(FrozenConfig):
@@ -56,7 +34,7 @@ class AgentEnvironment(FrozenConfig):
     kind: Literal["agent"] = "agent"
     command: list[str] | None = Field(default=None, min_length=1)
     target: str | None = Field(default=None, pattern=FUNCTION)
-    reward: Annotated[_TextScorer, Field(discriminator="kind")] | None = None
+    reward: Annotated[TextScorer, Field(discriminator="kind")] | None = None
     files: list[str] = Field(default=[])
     variables: list[Annotated[str, Field(pattern=VARIABLE)]] = Field(default=[])
     episode_timeout_seconds: PositiveFloat = 600.0

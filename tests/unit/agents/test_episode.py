@@ -19,6 +19,7 @@ from nemo_rl_core.rollouts.engine import CompletionRequest, RolloutIndex
 from nemo_rl_core.rollouts.episode import PlayedEpisode
 from nemo_rl_core.types import Prompt
 from tests.unit.agents.conftest import RecordedEngine
+from tests.unit.agents.test_process import is_alive
 
 CALCULATOR = """
 import json
@@ -196,22 +197,21 @@ while True:
         assert "exit code 1" in str(sample.error)
 
 
-def test_a_child_that_outlives_its_agent_reaches_nothing(
-    engine: RecordedEngine, tmp_path: Path
-) -> None:
-    noted = tmp_path / "noted"
+def test_a_child_that_outlives_its_agent_is_ended(engine: RecordedEngine, tmp_path: Path) -> None:
+    noted = tmp_path / "child"
     code = f"""
 ask("Hi")
-if os.fork() == 0:
+child = os.fork()
+if child == 0:
     os.setsid()
-    time.sleep(0.7)
-    open({str(noted)!r}, "w").write("alive")
+    time.sleep(1000)
     ask("later")
+open({str(noted)!r}, "w").write(str(child))
 print('{{"reward": 1}}', flush=True)
 """
     assert one(play(engine, python(code))).reward == 1.0
     assert len(engine.requests) == 1
-    assert not noted.exists()
+    assert not is_alive(int(noted.read_text()))
 
 
 def test_no_port_remains(engine: RecordedEngine, tmp_path: Path) -> None:
@@ -221,3 +221,16 @@ def test_no_port_remains(engine: RecordedEngine, tmp_path: Path) -> None:
     port = int(noted.read_text().removesuffix("/v1").rpartition(":")[2])
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_a_scorer_that_raises_ends_no_other_episode(
+    engine: RecordedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_reward.py").write_text(
+        "def score(completion, answer):\n    return 1 / int(answer)\n"
+    )
+    environment = python('ask("Hi")', reward={"kind": "function", "target": "my_reward:score"})
+    (one_sample,), (other,) = play(engine, environment, [("a", "0"), ("b", "4")])
+    assert (one_sample.reward, other.reward) == (None, 0.25)
+    assert "ZeroDivisionError" in str(one_sample.error)
