@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ from nemo_rl_core.agents.session import AgentSample, Session
 from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.distributed.event_loop import CallQueue, Gathered, run_on_loop
+from nemo_rl_core.environments.agent_programs import agent_source
 from nemo_rl_core.environments.interfaces import Scorer, checked
-from nemo_rl_core.errors import RewardError
+from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.engine import (
     Complete,
@@ -33,6 +35,8 @@ from nemo_rl_core.rollouts.remote_rollouts import Turns
 from nemo_rl_core.types import Prompt, Rollout, unscored
 
 _NUM_SHOWN_LINES = 3
+_CHECK_SECONDS = 10.0
+"""Time between two checks of the files of a command, which each episode reads again."""
 
 
 class Agents:
@@ -61,6 +65,8 @@ class Agents:
         self.server = AgentServer()
         self._address: asyncio.Future[str] | None = None
         self._host = FunctionHost(self.config)
+        self._source, self._is_changed = agent_source(self.config), False
+        self._next_check = 0.0
         self._calls = CallQueue()
         self.scores: Gathered[Rollout, float | RewardError] = Gathered(scorer.score, self._calls)
         threading.Thread(target=self._calls.serve, name="scores", daemon=True).start()
@@ -72,9 +78,21 @@ class Agents:
         return await asyncio.shield(self._address)
 
     async def command(self, row: Mapping[str, Any]) -> list[str]:
-        """Returns the command of an episode."""
+        """Returns the command of an episode.
+
+        Raises:
+            ConfigError: If files have changed since the run began, as its cache key has them.
+        """
         if self.config.command is None:
             return await self._host.command()
+        if time.monotonic() > self._next_check:
+            self._next_check = time.monotonic() + _CHECK_SECONDS
+            self._is_changed |= await asyncio.to_thread(agent_source, self.config) != self._source
+        if self._is_changed:
+            raise ConfigError(
+                "the files of the agent have changed since the run began",
+                fix="run again with the new files, or restore them",
+            )
         return [each.replace("{prompt}", row["prompt"]) for each in self.config.command]
 
     async def close(self) -> None:

@@ -15,6 +15,7 @@ from nemo_rl_core.agents.episode import AgentEpisode, Agents
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.rollouts.engine import CompletionRequest, RolloutIndex
 from nemo_rl_core.rollouts.episode import PlayedEpisode
 from nemo_rl_core.types import Prompt
@@ -234,3 +235,24 @@ def test_a_scorer_that_raises_ends_no_other_episode(
     (one_sample,), (other,) = play(engine, environment, [("a", "0"), ("b", "4")])
     assert (one_sample.reward, other.reward) == (None, 0.25)
     assert "ZeroDivisionError" in str(one_sample.error)
+
+
+def test_a_changed_agent_is_refused(
+    chat_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first episode rewrites the program, which the second would run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("nemo_rl_core.agents.episode._CHECK_SECONDS", 0.0)
+    program = tmp_path / "my_agent.py"
+    code = ASK + "ask('Hi'); print(json.dumps({'reward': 1}))\n"
+    program.write_text(code)
+
+    def text(request: CompletionRequest) -> str:
+        program.write_text(f"{code}CHANGED = 1\n")
+        return "Hello."
+
+    engine = RecordedEngine(chat_tokenizer, text)
+    environment = {"command": ["python", "my_agent.py"], "max_concurrent": 1}
+    with pytest.raises(ConfigError, match="have changed since the run began"):
+        play(engine, environment, [("a", ""), ("b", "")])
+    assert len(engine.requests) == 1
