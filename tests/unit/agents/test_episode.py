@@ -60,13 +60,7 @@ def ask(text, **fields):
 """
 
 
-def play(
-    engine: RecordedEngine,
-    environment: dict[str, Any],
-    prompts: Sequence[tuple[str, str]] = (("Hi", ""),),
-    *,
-    max_turns: int = 5,
-) -> list[Sequence[PlayedEpisode]]:
+def agents_of(engine: RecordedEngine, environment: dict[str, Any], *, max_turns: int = 5) -> Agents:
     settings = RolloutSettings.model_validate(
         {
             "environment": {"kind": "agent", **environment},
@@ -74,10 +68,20 @@ def play(
             "generation": {"max_new_tokens": 100},
         }
     )
+    return Agents(settings, engine.tokenizer, make_scorer(settings.environment))
+
+
+def play(
+    engine: RecordedEngine,
+    environment: dict[str, Any],
+    prompts: Sequence[tuple[str, str]] = (("Hi", ""),),
+    *,
+    max_turns: int = 5,
+) -> list[Sequence[PlayedEpisode]]:
     renderer = Renderer(engine.tokenizer)
 
     async def played() -> list[Sequence[PlayedEpisode]]:
-        agents = Agents(settings, engine.tokenizer, make_scorer(settings.environment))
+        agents = agents_of(engine, environment, max_turns=max_turns)
         episodes = []
         for number, (text, answer) in enumerate(prompts):
             ids = tuple(renderer.opening([{"role": "user", "content": text}], row="0"))
@@ -212,6 +216,24 @@ print('{{"reward": 1}}', flush=True)
 """
     assert one(play(engine, python(code))).reward == 1.0
     assert len(engine.requests) == 1
+    assert not is_alive(int(noted.read_text()))
+
+
+def test_a_run_that_stops_ends_its_agents(engine: RecordedEngine, tmp_path: Path) -> None:
+    noted = tmp_path / "process"
+    code = f'ask("Hi"); open({str(noted)!r}, "w").write(str(os.getpid())); time.sleep(1000)'
+
+    async def stop() -> None:
+        agents = agents_of(engine, python(code))
+        episode = AgentEpisode(agents, Prompt("0", "Hi", (), "", ""), RolloutIndex(7, 3, 0, 0))
+        playing = asyncio.create_task(episode.play(engine))
+        while not (noted.exists() and noted.read_text()):
+            await asyncio.sleep(0.02)
+        await agents.close()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    asyncio.run(asyncio.wait_for(stop(), 60))
     assert not is_alive(int(noted.read_text()))
 
 

@@ -100,6 +100,7 @@ def test_an_agent_samples_the_tokens_of_the_environment(
     assert len({each.completion.token_ids for each in of_agents}) > 8
 
 
+@pytest.mark.slow
 def test_branches_of_an_agent_are_samples_of_one_episode(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
