@@ -91,7 +91,7 @@ test-experimental: setup ## Run the tests of code that only met fakes
 test-gpu: setup ## Run what one GPU must show (needs EXTRA=gpu)
 	$(bin)/pytest -n 0 -v -m gpu tests/gpu
 
-test-verifiers: setup ## Test an environment of verifiers as an agent, in a scratch folder
+test-verifiers: setup ## Test verifiers as an agent, in a scratch folder
 	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	  $(bin)/python -m pip install -q --no-deps --target "$$site" -r deployment/requirements/verifiers.txt && \
 	  VERIFIERS_FOLDER="$$site" $(bin)/pytest -n 0 --no-cov tests/unit/agents/test_verifiers.py
