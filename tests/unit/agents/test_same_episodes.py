@@ -1,5 +1,6 @@
 """An agent samples the tokens of the same episodes in the environment of the project."""
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from nemo_rl_core.environments.multi_turn.games import GameEnvironment
 from nemo_rl_core.games.guess_number import NumberGuess
 from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
+from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.types import Prompt, Rollout
+from tests.unit.rollouts.test_stream import Engine
 
 AGENT = {"kind": "agent", "target": "tests.unit.agents.guessing_agent:run", "max_concurrent": 8}
 SETTINGS = RolloutSettings.model_validate(
@@ -131,3 +134,25 @@ def test_branches_of_an_agent_are_samples_of_one_episode(
     for pair in (rollouts[:2], rollouts[2:]):
         assert {each.prompt.token_ids for each in pair} == {*ids.values()}
     assert len(rollouts.episodes()) == 2
+
+
+def test_agents_play_while_an_engine_streams(tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    engine: Any = Engine(tokenizer, tiny_model)
+    agents = AgentRollouts(engine, tokenizer, SETTINGS, make_scorer(SETTINGS.environment))
+    metadata = json.dumps({"game": {"secret": 3, "low": 0, "high": 9}, "max_turns": 3})
+    ids = tuple(prompt_token_ids(tokenizer, "0-9="))
+    prompt = Prompt("0", "0-9=", ids, "3", "guess_number", metadata)
+    try:
+        with RolloutStream(engine, agents.episode, None, seed=5) as stream:
+            for step in (0, 1):
+                stream.begin([prompt], num_generations_per_prompt=2, step=step)
+            rollouts = [each for step in (0, 1) for each in stream.take(step)]
+    finally:
+        agents.close()
+    assert [each.error for each in rollouts] == [None] * 4
+    # The engine always guesses 5, which is too large once, and then out of bounds.
+    assert [each.turn_rewards for each in rollouts] == [(0.0, 0.0, -0.5)] * 4
+    assert {tokenizer.decode(each.completion.token_ids) for each in rollouts} == {
+        "5<eos>0-4=5<eos>0-4=5<eos>"
+    }
