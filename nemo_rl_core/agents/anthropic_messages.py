@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_rl_core.agents.calls import ChatResult, RefusedCallError
+from nemo_rl_core.agents.calls import ChatResult, RefusedError
 from nemo_rl_core.agents.chat_completions import Event
 from nemo_rl_core.agents.fields import (
     AgentCall,
@@ -27,7 +27,7 @@ class AnthropicMessages:
     """Reads calls and writes answers."""
 
     def read(self, body: Body) -> AgentCall:
-        """Reads a call; raises `RefusedCallError` for a malformed or unsupported field."""
+        """Reads a call; raises `RefusedError` for a malformed or unsupported field."""
         config = body.get("output_config")
         refuse_format(config.get("format") if isinstance(config, dict) else None, "output_config")
         turns = ReadTurns()
@@ -37,7 +37,7 @@ class AnthropicMessages:
         tools = []
         for tool in mappings(body.get("tools"), "tools"):
             if tool.get("type") not in (None, "custom"):
-                raise RefusedCallError(f"tool {tool['type']!r:.40} is not supported", param="tools")
+                raise RefusedError(f"tool {tool['type']!r:.40} is not supported", param="tools")
             tools.append(tool_of(tool, "input_schema"))
         choice = body.get("tool_choice")
         is_single = isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True
@@ -113,7 +113,7 @@ class AnthropicMessages:
         yield event("message_delta", delta=delta, usage=answer["usage"])
         yield event("message_stop")
 
-    def error(self, error: RefusedCallError) -> dict[str, Any]:
+    def error(self, error: RefusedError) -> dict[str, Any]:
         """Returns the body of an error."""
         kind = "api_error" if error.status >= 500 else "invalid_request_error"
         detail = {"type": _ERRORS.get(error.status, kind), "message": str(error)}

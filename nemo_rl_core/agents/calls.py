@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+
 from nemo_rl_core.data.turns import Turn
 
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0, "repetition_penalty": 1.0}
 """Values that leave the policy's distribution unchanged; those of other settings are 0."""
 
 
-class RefusedCallError(Exception):
+class RefusedError(Exception):
     """A call that is refused.
 
     Args:
@@ -32,12 +34,10 @@ class RefusedCallError(Exception):
         self.status, self.code, self.param = status, code, param
 
 
-def ended() -> RefusedCallError:
+def ended() -> RefusedError:
     """Returns the refusal of a call after its episode."""
     text = "the episode has ended: calls are answered only until the agent returns"
-    return RefusedCallError(
-        text, status=410, code="episode_ended"
-    )  # clients repeat calls after 409
+    return RefusedError(text, status=410, code="episode_ended")  # clients repeat calls after 409
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,34 +70,35 @@ class CallOptions:
         return *limits, self.reads_calls, self.has_parallel_calls
 
     def refuse_other_sampling(self, sampling: Mapping[str, float]) -> None:
-        """Raises `RefusedCallError` if a setting differs from the run's."""
+        """Raises `RefusedError` if a setting differs from the run's."""
         for name, value in self.sampling.items():
             run_value = sampling.get(name, _NEUTRAL.get(name, 0))
             is_unset = value is None or value == {} or (name == "top_k" and value == -1)
             if not (is_unset or value == run_value):
-                raise RefusedCallError(
+                raise RefusedError(
                     f"{name} is {value!r}, but this run samples and trains at {run_value!r}: "
                     f"leave {name} out",
                     param=name,
                 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SampledChoice:
     """A turn of the policy.
 
     Attributes:
         finish_reason: `stop`, `length` or `tool_calls`.
         stop_string: Stop string of the call that ended the turn.
-        logprobs: One logprob in nats per token.
+        token_ids: `[L]` array.
+        logprobs: `[L]` array of logprobs in nats.
     """
 
     id: str
     turn: Turn
     finish_reason: str
     stop_string: str | None
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: "np.ndarray[Any, np.dtype[np.int64]]"
+    logprobs: "np.ndarray[Any, np.dtype[np.float32]]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_rl_core.agents.calls import ChatResult, RefusedCallError, SampledChoice
+from nemo_rl_core.agents.calls import ChatResult, RefusedError, SampledChoice
 from nemo_rl_core.agents.fields import (
     AgentCall,
     Body,
@@ -27,7 +27,7 @@ class ChatCompletions:
     """Reads calls and writes answers."""
 
     def read(self, body: Body) -> AgentCall:
-        """Reads a call; raises `RefusedCallError` for a malformed or unsupported field."""
+        """Reads a call; raises `RefusedError` for a malformed or unsupported field."""
         refuse_format(body.get("response_format"), "response_format")
         turns = ReadTurns()
         for message in mappings(body.get("messages"), "messages"):
@@ -36,7 +36,7 @@ class ChatCompletions:
             for call in mappings(message.get("tool_calls"), "tool_calls"):
                 function = call.get("function")
                 if not isinstance(function, dict):
-                    raise RefusedCallError("a tool call has no function", param="messages")
+                    raise RefusedError("a tool call has no function", param="messages")
                 calls.append(
                     call_of(call.get("id"), function.get("name"), function.get("arguments"))
                 )
@@ -52,9 +52,7 @@ class ChatCompletions:
         tools = []
         for tool in mappings(body.get("tools"), "tools"):
             if not isinstance(tool.get("function"), dict):
-                raise RefusedCallError(
-                    f"a tool has the type {tool.get('type')!r:.40}, not 'function'"
-                )
+                raise RefusedError(f"a tool has the type {tool.get('type')!r:.40}, not 'function'")
             tools.append(tool_of(tool["function"], "parameters"))
         options = options_of(
             body,
@@ -109,7 +107,7 @@ class ChatCompletions:
             yield None, {**shared, "choices": [], "usage": usage}
         yield None, "[DONE]"
 
-    def error(self, error: RefusedCallError) -> dict[str, Any]:
+    def error(self, error: RefusedError) -> dict[str, Any]:
         """Returns the body of an error."""
         kinds = {401: "authentication_error", 500: "server_error"}
         return {
@@ -124,10 +122,10 @@ class ChatCompletions:
 
 def logprobs_of(choice: SampledChoice, tokenizer: Any) -> dict[str, Any]:
     """Returns the logprobs of all tokens of a choice, including special tokens."""
-    texts = [tokenizer.decode([each]) for each in choice.token_ids]
+    texts = [tokenizer.decode([each]) for each in choice.token_ids.tolist()]
     content = [
         {"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []}
-        for text, logprob in zip(texts, choice.logprobs, strict=True)
+        for text, logprob in zip(texts, choice.logprobs.tolist(), strict=True)
     ]
     return {"content": content, "refusal": None}
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nemo_rl_core.agents.calls import CallOptions, RefusedCallError
+from nemo_rl_core.agents.calls import CallOptions, RefusedError
 from nemo_rl_core.data.json_values import parsed
 from nemo_rl_core.data.turns import Turn
 
@@ -62,7 +62,7 @@ class ReadTurns:
     def add(self, role: Any, content: str, **others: Any) -> None:
         """Appends a turn; values of `others` other than texts and lists are left out."""
         if role not in _ROLES:
-            raise RefusedCallError(
+            raise RefusedError(
                 f"a message has the role {role!r:.40}, not one of {', '.join(_ROLES)}"
             )
         if role in ("system", "developer") and not (self.turns or content.strip()):
@@ -89,16 +89,16 @@ def options_of(body: Body, *, max_tokens: Sequence[str], stop: str, **others: An
     """
     for name in _REFUSED:
         if body.get(name) not in (None, False, 0, "", [], {}):
-            raise RefusedCallError(f"{name} is not supported: leave it out", param=name)
+            raise RefusedError(f"{name} is not supported: leave it out", param=name)
     limits = [limit for name in max_tokens if (limit := positive(body, name)) is not None]
     stops = body.get(stop) or []
     stops = [stops] if isinstance(stops, str) else stops
     are_texts = isinstance(stops, list) and all(isinstance(each, str) and each for each in stops)
     if not are_texts or len(stops) > _MAX_STOPS:
-        raise RefusedCallError(f"{stop} must be a text or up to {_MAX_STOPS} texts", param=stop)
+        raise RefusedError(f"{stop} must be a text or up to {_MAX_STOPS} texts", param=stop)
     for name in _SAMPLING[:-1]:
         if not isinstance(body.get(name), int | float | None):
-            raise RefusedCallError(f"{name} must be a number", param=name)
+            raise RefusedError(f"{name} must be a number", param=name)
     return CallOptions(
         num_choices=positive(body, "n", most=_MAX_CHOICES) or 1,
         max_new_tokens=min(limits, default=None),
@@ -114,7 +114,7 @@ def positive(body: Body, name: str, *, most: int | None = None) -> int | None:
     is_positive = isinstance(value, int) and not isinstance(value, bool) and value > 0
     if value is not None and not (is_positive and (most is None or value <= most)):
         limit = "" if most is None else f" of at most {most}"
-        raise RefusedCallError(f"{name} must be a positive integer{limit}", param=name)
+        raise RefusedError(f"{name} must be a positive integer{limit}", param=name)
     return value
 
 
@@ -123,16 +123,16 @@ def mappings(value: Any, name: str) -> list[Body]:
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise RefusedCallError(f"{name} must be a list of objects", param=name)
+        raise RefusedError(f"{name} must be a list of objects", param=name)
     if len(value) > _MAX_ITEMS:
-        raise RefusedCallError(f"{name} has more than {_MAX_ITEMS} items", param=name)
+        raise RefusedError(f"{name} has more than {_MAX_ITEMS} items", param=name)
     return value
 
 
 def name_of(value: Any, name: str) -> str:
     """Returns a text that is not empty."""
     if not isinstance(value, str) or not value:
-        raise RefusedCallError(f"{name} must be a text", param=name)
+        raise RefusedError(f"{name} must be a text", param=name)
     return value
 
 
@@ -145,7 +145,7 @@ def text_of(content: Any) -> str:
         kind = part.get("type")
         text = part.get("refusal" if kind == "refusal" else "text")
         if kind not in (*_TEXT_PARTS, "refusal") or not isinstance(text, str):
-            raise RefusedCallError(f"content of type {kind!r:.40} is not supported: send text")
+            raise RefusedError(f"content of type {kind!r:.40} is not supported: send text")
         texts.append(text)
     return "".join(texts)
 
@@ -170,7 +170,7 @@ def tool_of(tool: Body, parameters: str) -> dict[str, Any]:
     """
     schema = tool.get(parameters)
     if not isinstance(schema, dict | None):
-        raise RefusedCallError(f"{parameters} of a tool must be a JSON schema", param="tools")
+        raise RefusedError(f"{parameters} of a tool must be a JSON schema", param="tools")
     function = {"name": name_of(tool.get("name"), "name of a tool")}
     if tool.get("description"):
         function["description"] = name_of(tool["description"], "description of a tool")
@@ -178,10 +178,10 @@ def tool_of(tool: Body, parameters: str) -> dict[str, Any]:
 
 
 def reads_calls(choice: Any) -> bool:
-    """Whether `tool_choice` permits calls; raises `RefusedCallError` if it requires one."""
+    """Whether `tool_choice` permits calls; raises `RefusedError` if it requires one."""
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind not in (None, "auto", "none"):
-        raise RefusedCallError(
+        raise RefusedError(
             f"tool_choice {kind!r:.40} is not supported, since tokens that are forced are not the "
             "policy's: use 'auto' or 'none'",
             param="tool_choice",
@@ -193,7 +193,7 @@ def refuse_format(value: Any, name: str) -> None:
     """Refuses formats of the answer other than text."""
     kind = value.get("type") if isinstance(value, dict) else value
     if kind not in (None, "text"):
-        raise RefusedCallError(
+        raise RefusedError(
             f"{name} {kind!r:.40} is not supported, since tokens that are forced are not the "
             "policy's: leave it out",
             param=name,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from nemo_rl_core.agents.calls import ChatResult, RefusedCallError
+from nemo_rl_core.agents.calls import ChatResult, RefusedError
 from nemo_rl_core.agents.chat_completions import ChatCompletions, Event, logprobs_of
 from nemo_rl_core.agents.fields import (
     AgentCall,
@@ -28,7 +28,7 @@ class Responses(ChatCompletions):
     """Reads calls and writes answers."""
 
     def read(self, body: Body) -> AgentCall:
-        """Reads a call; raises `RefusedCallError` for a malformed or unsupported field."""
+        """Reads a call; raises `RefusedError` for a malformed or unsupported field."""
         text = body.get("text")
         refuse_format(text.get("format") if isinstance(text, dict) else None, "text.format")
         turns = ReadTurns()
@@ -42,9 +42,7 @@ class Responses(ChatCompletions):
         tools = []
         for tool in mappings(body.get("tools"), "tools"):
             if tool.get("type") != "function":
-                raise RefusedCallError(
-                    f"tool {tool.get('type')!r:.40} is not supported", param="tools"
-                )
+                raise RefusedError(f"tool {tool.get('type')!r:.40} is not supported", param="tools")
             tools.append(tool_of(tool, "parameters"))
         previous = body.get("previous_response_id")
         options = options_of(
@@ -174,4 +172,4 @@ def _add_item(turns: ReadTurns, item: Body) -> None:
     elif kind == "function_call_output":
         turns.add("tool", text_of(item.get("output")), tool_call_id=item.get("call_id"))
     else:
-        raise RefusedCallError(f"input of type {kind!r:.40} is not supported", param="input")
+        raise RefusedError(f"input of type {kind!r:.40} is not supported", param="input")

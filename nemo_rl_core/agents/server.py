@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nemo_rl_core.agents.calls import RefusedCallError, ended
+from nemo_rl_core.agents.calls import RefusedError, ended
 from nemo_rl_core.agents.dialects import DIALECTS, Dialect
 from nemo_rl_core.agents.fields import AgentCall
 from nemo_rl_core.agents.session import Session
@@ -126,7 +127,7 @@ class AgentServer:
         match = re.fullmatch(r"nemo-rl\.(\d{1,18})\.([0-9a-f]{64})", key, re.ASCII)
         number = int(match[1]) if match else 0
         if not hmac.compare_digest(self._code(number), match[2] if match else ""):
-            raise RefusedCallError(
+            raise RefusedError(
                 "the key is not that of an episode: use the api_key that the agent got",
                 status=401,
                 code="invalid_api_key",
@@ -142,14 +143,14 @@ class AgentServer:
         response: Response | None
         try:
             response = await self._response(scope, receive, path, dialect)
-        except RefusedCallError as error:
+        except RefusedError as error:
             response = JSONResponse(dialect.error(error), error.status)
             if error.status in (401, 408, 413):  # the rest of the body is not read
                 response.headers["connection"] = "close"
         # Broad on purpose: one agent's call must not stop those of others.
         except Exception:
             logger.exception("a call of an agent failed")
-            failure = RefusedCallError(
+            failure = RefusedError(
                 "the endpoint failed; see the run's log", status=500, code="failed"
             )
             response = JSONResponse(dialect.error(failure), failure.status)
@@ -171,7 +172,7 @@ class AgentServer:
         is_count = path == "/messages/count_tokens"
         if scope["method"] != "POST" or not (path in DIALECTS or is_count):
             paths = ", ".join(f"/v1{each}" for each in DIALECTS)
-            raise RefusedCallError(
+            raise RefusedError(
                 f"nothing is at this path: POST to {paths}", status=404, code="no_path"
             )
         session = self._sessions.get(number)
@@ -179,7 +180,7 @@ class AgentServer:
             raise ended()
         if self._num_calls[number] >= MAX_CONCURRENT_CALLS:
             limit = f"at most {MAX_CONCURRENT_CALLS} calls of an episode are answered at a time"
-            raise RefusedCallError(limit, status=429, code="rate_limit_exceeded")
+            raise RefusedError(limit, status=429, code="rate_limit_exceeded")
         self._num_calls[number] += 1
         try:
             body = _parsed(await _body(headers, receive))
@@ -210,9 +211,8 @@ class AgentServer:
             return None
         leaving.cancel()
         result = sampling.result()
-        first = [logprob for each in result.choices for logprob in each.logprobs[:1]]
-        if call.has_logprobs and any(map(math.isnan, first)):
-            raise RefusedCallError("the engine returns no logprobs", param="logprobs")
+        if call.has_logprobs and any(np.isnan(each.logprobs).any() for each in result.choices):
+            raise RefusedError("the engine returns no logprobs", param="logprobs")
         answer = dialect.answer(body, result, session.tokenizer)
         if not call.streams:
             return JSONResponse(answer)
@@ -271,20 +271,20 @@ async def _body(headers: Headers, receive: Receive) -> bytes:
                     return b"".join(parts)
     except TimeoutError:
         limit = f"the body did not arrive within {_BODY_SECONDS:g} seconds"
-        raise RefusedCallError(limit, status=408, code="timeout") from None
+        raise RefusedError(limit, status=408, code="timeout") from None
     limit = f"the body has more than {MAX_BODY_BYTES} bytes"
-    raise RefusedCallError(limit, status=413, code="too_large")
+    raise RefusedError(limit, status=413, code="too_large")
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body, parse_constant=_refuse_number, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise RefusedCallError(
+        raise RefusedError(
             f"the body is not JSON: {str(error)[:200]}", code="invalid_json"
         ) from error
     if not isinstance(value, dict):
-        raise RefusedCallError("the body is not a JSON object", code="invalid_json")
+        raise RefusedError("the body is not a JSON object", code="invalid_json")
     return value
 
 
@@ -301,7 +301,7 @@ def _read(dialect: Dialect, body: dict[str, Any], headers: Headers) -> AgentCall
     try:
         call = dialect.read(body)
     except RecursionError as error:
-        raise RefusedCallError("the body is nested too deeply", code="invalid_json") from error
+        raise RefusedError("the body is nested too deeply", code="invalid_json") from error
     retries = headers.get("x-stainless-retry-count", "0")
     return call.named(headers.get("idempotency-key"), is_retry=retries not in ("", "0"))
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from nemo_rl_core.agents.calls import (
     CallOptions,
     ChatResult,
-    RefusedCallError,
+    RefusedError,
     SampledChoice,
     agreement,
     digest,
@@ -218,7 +219,7 @@ class Session:
         If the caller is cancelled, sampling continues, and a repetition gets the result.
 
         Raises:
-            RefusedCallError: If the call is refused.
+            RefusedError: If the call is refused.
         """
         options = options or CallOptions()
         self._refuse_if_closed()
@@ -238,7 +239,7 @@ class Session:
             raise
         except NemoRLError as error:
             logger.warning("a completion for an agent failed: %s", error.in_one_line)
-            raise RefusedCallError(error.in_one_line, status=500, code="server_error") from error
+            raise RefusedError(error.in_one_line, status=500, code="server_error") from error
         finally:
             call.num_waiting -= 1
         call.is_answered = True
@@ -295,20 +296,21 @@ class Session:
             before = self._by_id.get(previous.rpartition("_")[2])
             if before is None:
                 text = f"this episode has no response {previous!r}"
-                raise RefusedCallError(
-                    text, status=404, code="not_found", param="previous_response_id"
-                )
+                raise RefusedError(text, status=404, code="not_found", param="previous")
             # Instructions are not those of the earlier response, as in OpenAI's API.
             earlier = before.turns[before.turns[0]["role"] == "system" :]
             num_system = bool(turns) and turns[0]["role"] == "system"
             turns = [*turns[:num_system], *earlier, *turns[num_system:]]
         if not turns or turns[-1]["role"] == "assistant":
             text = "messages must end with a turn that the model answers, not the assistant's"
-            raise RefusedCallError(text, param="messages")
+            raise RefusedError(text, param="messages")
         digests = prefix_digests(turns, tools)
         parent, is_ambiguous = self._longest(digests, turns, before)
         key = digest(digests[-1], parent.digest if parent else "", is_ambiguous)
         if key not in self._contexts:
+            if parent is not None:  # stores each turn once
+                turns = [*parent.turns, *turns[len(parent.turns) :]]
+                tools = parent.context.tools
             new_ids = self._rendered(turns, tools, parent)
             context = _Context(parent, tuple(turns), tools, new_ids, key, digests[-1], is_ambiguous)
             if parent is not None:
@@ -327,18 +329,18 @@ class Session:
         for length in range(len(turns) - 1, 0, -1):
             nodes: dict[int, list[_Node]] = {}
             for node in self._nodes.get(digests[length], ()):
-                agreements = [
-                    agreement(turns[len(each.context.turns)], each.choice.turn)
-                    for each in node.path
-                ]
+                path = ((turns[len(each.context.turns)], each.choice.turn) for each in node.path)
+                agreements = [agreement(*pair) for pair in path]
                 if node.call.is_answered and None not in agreements:
                     nodes.setdefault(sum(filter(None, agreements)), []).append(node)
             if nodes:
                 best = nodes[max(nodes)]
                 if before in best:
                     return before, False
+                # The agent may have got any of these turns if it got one after an ambiguous path.
+                is_doubtful = any(each.context.is_ambiguous for each in chain(*nodes.values()))
                 best.sort(key=lambda node: node.digest)
-                return best[0], len({node.tokens_digest for node in best}) > 1
+                return best[0], is_doubtful or len({node.tokens_digest for node in best}) > 1
         return None, False
 
     def _rendered(
@@ -369,7 +371,7 @@ class Session:
             return
         if parent is not None:
             parent.is_cut = True
-        raise RefusedCallError(
+        raise RefusedError(
             f"prompt is too long: this episode's maximum context length is {limit}; "
             f"the conversation has {context.num_turns} answers and {context.num_tokens} tokens",
             code="context_length_exceeded",
@@ -423,7 +425,7 @@ class Session:
         self, call: _Call, draw: int, result: CompletionResult, columns: dict[str, Any]
     ) -> _Node:
         context, parent = call.context, call.context.parent
-        token_ids = tuple(columns["input_ids"].tolist())
+        token_ids = columns["input_ids"]
         node_digest = digest(context.digest, draw)
         turn, stop_string = self._read(call, token_ids)
         reason = "length" if result.truncated else "tool_calls" if "tool_calls" in turn else "stop"
@@ -433,8 +435,10 @@ class Session:
             reason,
             stop_string,
             token_ids,
-            tuple(columns["generation_logprobs"].tolist()),
+            columns["generation_logprobs"],
         )
+        new_ids = np.array(context.new_ids, np.int64)
+        before = parent.tokens_digest if parent else ""
         return _Node(
             context,
             call,
@@ -442,11 +446,11 @@ class Session:
             columns,
             choice,
             node_digest,
-            digest(parent.tokens_digest if parent else "", [*context.new_ids], [*token_ids]),
+            digest(before, new_ids.tobytes(), token_ids.tobytes()),
             result.truncated,
         )
 
-    def _read(self, call: _Call, token_ids: tuple[int, ...]) -> tuple[Turn, str | None]:
+    def _read(self, call: _Call, token_ids: Any) -> tuple[Turn, str | None]:
         """Returns the turn without its stop string, and the stop string."""
         options, tools = call.options, call.context.tools
         read = self._reader.read(token_ids, tools=tools if options.reads_calls else ())
@@ -466,7 +470,7 @@ def _refused(param: str) -> Iterator[None]:
     try:
         yield
     except NemoRLError as error:
-        raise RefusedCallError(error.in_one_line, param=param) from error
+        raise RefusedError(error.in_one_line, param=param) from error
 
 
 @lru_cache(maxsize=4)
@@ -488,7 +492,7 @@ async def _columns(result: CompletionResult) -> dict[str, Any]:
     start, end = sequence.length - result.num_tokens, sequence.length
     shifts = {name: name != "input_ids" for name in columns}  # the first token has no prediction
     return {
-        name: values[0, start - shifts[name] : end - shifts[name]].numpy()
+        name: values[0, start - shifts[name] : end - shifts[name]].numpy().copy()
         for name, values in columns.items()
     }
 

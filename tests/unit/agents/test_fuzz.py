@@ -66,11 +66,13 @@ def rewritten(history: History, draw: random.Random) -> History:
     return history
 
 
-async def fuzz(num_calls: int, tokenizer: Any, server: Any, url: str) -> dict[str, int]:
+async def fuzz(
+    num_calls: int, tokenizer: Any, server: Any, url: str, *, seed: int = 0
+) -> dict[str, int]:
     counts = {"continued": 0, "refused": 0, "ambiguous": 0}
 
     async def agent(number: int) -> None:
-        draw = random.Random(number)
+        draw = random.Random(NUM_SESSIONS * seed + number)
 
         def text(request: Any) -> str:
             kind = request.seed % 3
@@ -93,8 +95,10 @@ async def fuzz(num_calls: int, tokenizer: Any, server: Any, url: str) -> dict[st
             else:
                 new_turn = {"role": "user", "content": f"Question {draw.randrange(1000)}"}
             base = [*base, new_turn]
+            if known and draw.random() < 0.1:  # a call like an earlier one, for another draw
+                base, tokens = draw.choice(known)[0][:-1], None
             sent: Any = [respelled(turn, draw) for turn in base]
-            num_before = len(engine.completions)
+            num_before, num_ambiguous = len(engine.completions), session.num_ambiguous
             try:
                 # Without the client's conversion of the body, which takes 10 times as long.
                 answer = await client.post(
@@ -109,7 +113,7 @@ async def fuzz(num_calls: int, tokenizer: Any, server: Any, url: str) -> dict[st
             (choice,) = answer.choices
             if len(engine.completions) > num_before:
                 prompt, new = engine.completions[-1]
-                if tokens is not None:
+                if tokens is not None and session.num_ambiguous == num_ambiguous:
                     # The call continues exactly the tokens that the engine had sampled.
                     assert prompt[: len(tokens)] == tokens
                     counts["continued"] += 1
@@ -155,4 +159,4 @@ def test_no_history_is_tokenized_again_or_mixed(chat_tokenizer, served, num_call
 
     counts = served(test)
     assert counts["continued"] > num_calls / 3
-    assert counts["ambiguous"] < num_calls / 20
+    assert 0 < counts["ambiguous"] < num_calls / 5

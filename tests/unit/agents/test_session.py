@@ -5,7 +5,7 @@ import copy
 
 import pytest
 
-from nemo_rl_core.agents.calls import CallOptions, RefusedCallError
+from nemo_rl_core.agents.calls import CallOptions, RefusedError
 from nemo_rl_core.rollouts.engine import request_seed
 from nemo_rl_core.rollouts.episode import Bounds
 from tests.unit.agents.conftest import ADD, CALL, RecordedEngine, session_of
@@ -150,6 +150,30 @@ def test_an_ambiguous_path_is_answered_but_not_trained_on(chat_tokenizer):
     assert sorted(turn for sample in samples for turn in trained(sample)) == first_turns
 
 
+def test_an_id_of_only_one_turn_does_not_resolve_doubt_about_another(chat_tokenizer):
+    engine = RecordedEngine(chat_tokenizer, lambda request: CALL)
+    session = session_of(engine)
+    answer = {"role": "tool", "content": "2"}
+
+    def without_id(turn):
+        return {**turn, "tool_calls": [{**turn["tool_calls"][0], "id": "invented"}]}
+
+    async def agent():
+        first, other = [(await session.chat([HI], tools=[ADD])).choices[0].turn for _ in range(2)]
+        assert first["tool_calls"][0]["id"] != other["tool_calls"][0]["id"]
+        # One second turn for each of them, and one that is in doubt.
+        for turn in (first, other, without_id(first)):
+            second = (await session.chat([HI, turn, answer], tools=[ADD])).choices[0].turn
+        assert session.num_ambiguous == 1
+        # The agent has the second turn that is in doubt after the first turn of another.
+        history = [HI, other, answer, without_id(second), answer]
+        await session.chat(history, tools=[ADD])
+        assert session.num_ambiguous == 2
+
+    asyncio.run(agent())
+    assert sum(len(trained(sample)) for sample in session.samples()) == 4
+
+
 def test_an_id_of_the_conversation_resolves_equal_texts(chat_tokenizer):
     engine = RecordedEngine(chat_tokenizer, lambda request: "Equal text with other tokens.")
     session = session_of(engine)
@@ -254,7 +278,7 @@ def test_bounds_cut_the_path(engine):
     async def agent():
         first = await say(session, HI)
         second = await say(session, HI, first, NEXT)
-        with pytest.raises(RefusedCallError, match="maximum context length is 2 turns") as error:
+        with pytest.raises(RefusedError, match="maximum context length is 2 turns") as error:
             await say(session, HI, first, NEXT, second, NEXT)
         assert error.value.code == "context_length_exceeded"
 
@@ -270,9 +294,9 @@ def test_tokens_without_room_are_counted(engine):
 
     async def agent():
         first = await say(session, HI)
-        with pytest.raises(RefusedCallError, match="60 tokens after its first message"):
+        with pytest.raises(RefusedError, match="60 tokens after its first message"):
             await say(session, HI, first, {"role": "user", "content": "Why? " * 20})
-        with pytest.raises(RefusedCallError, match="99 tokens before the first answer"):
+        with pytest.raises(RefusedError, match="99 tokens before the first answer"):
             await say(session, {"role": "user", "content": "Why? " * 90})
         await say(session, HI, first, {"role": "user", "content": "?"})
 
@@ -314,7 +338,7 @@ def test_only_the_sampling_of_the_run_is_accepted(engine, sampling, is_refused):
     call = session.chat([HI], options=CallOptions(sampling=sampling))
     if is_refused:
         (name,) = sampling
-        with pytest.raises(RefusedCallError, match=f"{name} is .* this run samples and trains at"):
+        with pytest.raises(RefusedError, match=f"{name} is .* this run samples and trains at"):
             asyncio.run(call)
         assert not engine.requests
     else:
@@ -329,10 +353,10 @@ def test_a_closed_session_refuses_calls(engine):
         call = asyncio.create_task(say(session, HI))
         await asyncio.sleep(0.01)
         session.close()
-        with pytest.raises(RefusedCallError, match="the episode has ended") as error:
+        with pytest.raises(RefusedError, match="the episode has ended") as error:
             await call
         assert error.value.status == 410
-        with pytest.raises(RefusedCallError, match="the episode has ended"):
+        with pytest.raises(RefusedError, match="the episode has ended"):
             await say(session, HI)
 
     asyncio.run(agent())
@@ -341,5 +365,5 @@ def test_a_closed_session_refuses_calls(engine):
 
 def test_a_conversation_that_the_model_does_not_answer_is_refused(engine):
     session = session_of(engine)
-    with pytest.raises(RefusedCallError, match="must end with a turn that the model answers"):
+    with pytest.raises(RefusedError, match="must end with a turn that the model answers"):
         asyncio.run(session.chat([HI, {"role": "assistant", "content": "A prefix"}]))
