@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
-_STARTING = threading.Lock()
+_STARTING, _THREAD = threading.Lock(), "events"
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
@@ -25,7 +25,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 @cache
 def _started_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="events", daemon=True).start()
+    threading.Thread(target=loop.run_forever, name=_THREAD, daemon=True).start()
     return loop
 
 
@@ -34,6 +34,7 @@ os.register_at_fork(after_in_child=_started_loop.cache_clear)
 
 def run_on_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine on the event loop and waits for it, in any other thread."""
+    assert threading.current_thread().name != _THREAD, "the event loop cannot wait for itself"
     running = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
     try:
         return running.result()
@@ -45,11 +46,11 @@ class CallQueue:
     """Runs blocking calls of coroutines, one at a time, in the thread that serves them.
 
     Args:
-        alone: Context of each call, such as a lock.
+        context: Context of each call, such as a lock.
     """
 
-    def __init__(self, alone: AbstractContextManager[Any] | None = None) -> None:
-        self._alone = alone or nullcontext()
+    def __init__(self, context: AbstractContextManager[Any] | None = None) -> None:
+        self._context = context or nullcontext()
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
 
     async def run(self, call: Callable[[], T]) -> T:
@@ -65,7 +66,7 @@ class CallQueue:
             if not result.set_running_or_notify_cancel():
                 continue
             try:
-                with self._alone:
+                with self._context:
                     returned = call()
             # Broad on purpose: the coroutine raises it.
             except Exception as error:  # noqa: BLE001 (raised by run)
@@ -106,18 +107,18 @@ class Gathered(Generic[Question, Answer]):
 
     async def _answer_all(self) -> None:
         while await asyncio.sleep(0, self._waiting):
-            asked = [each for each in self._waiting if not each[1].done()]  # not cancelled
+            batch = [each for each in self._waiting if not each[1].done()]  # not cancelled
             self._waiting = []
-            if not asked:
+            if not batch:
                 continue
-            questions = [question for question, _ in asked]
+            questions = [question for question, _ in batch]
             try:
                 answers = await self._calls.run(partial(self._answer, questions))
-                for (_, answer), value in zip(asked, answers, strict=True):
+                for (_, answer), value in zip(batch, answers, strict=True):
                     with suppress(asyncio.InvalidStateError):  # cancelled during the call
                         answer.set_result(value)
             # Broad on purpose: the coroutines raise it.
             except Exception as error:  # noqa: BLE001 (raised by ask)
-                for _, answer in asked:
+                for _, answer in batch:
                     if not answer.done():
                         answer.set_exception(error)

@@ -233,7 +233,7 @@ class _Conversation:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What an environment says about itself when it has started."""
+    """Attributes of an environment that has started."""
 
     first_stop_strings: Sequence[str]
     is_stateful: bool

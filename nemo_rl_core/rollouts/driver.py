@@ -76,9 +76,11 @@ async def _played(
             raise
 
     engine = Gathered(complete_or_stop, calls)
-    playing = asyncio.gather(*(play(*each, engine.ask) for each in episodes))
+    tasks = [asyncio.create_task(play(*each, engine.ask)) for each in episodes]
+    playing = asyncio.gather(*tasks)
     try:
         await asyncio.wait([playing, stopped], return_when=asyncio.FIRST_COMPLETED)
         return stopped.result() if stopped.done() else playing.result()
     finally:
-        playing.cancel()
+        for task in tasks:
+            task.cancel()

@@ -85,7 +85,7 @@ class EpisodeRollouts(RolloutEngine):
                 step=step,
                 first_group=first_group,
             )
-            return stream.take(step)
+            return RemoteRollouts.of(stream.take(step))
 
     def _run_batched(
         self,
@@ -102,7 +102,8 @@ class EpisodeRollouts(RolloutEngine):
             for sample in range(group_size)
         ]
         calls = CallQueue()
-        answers = self._environment and conversations(self._environment, calls)
+        environment = self._environment
+        answers = None if environment is None else conversations(environment, calls)
         episodes = [(each[0], self.episode(*each, answers)) for each in indexed]
         return played_rollouts(
             indexed, play_all(episodes, partial(self._completed, greedy=greedy), calls)

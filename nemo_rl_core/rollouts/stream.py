@@ -250,7 +250,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         finally:
             with self._lock:
                 self._deadline = None
-                del self._steps[step]
+                _cancel(self._steps.pop(step).draw)
         if pending.failure is not None:
             raise pending.failure
         return RemoteRollouts.joined(pending.drawn)
@@ -316,9 +316,8 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         """
         self._is_closed = True
         if self._lock.acquire(timeout=CLOSE_SECONDS):
-            for each in [each for step in self._steps.values() for each in step.draw]:
-                if each.playing is not None:
-                    event_loop().call_soon_threadsafe(each.playing.cancel)
+            for step in self._steps.values():
+                _cancel(step.draw)
             self._lock.notify_all()
             self._lock.release()
         self._calls.stop()
@@ -530,6 +529,12 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
 
     def _new_deadline(self) -> float:
         return time.monotonic() + (self._timeout_seconds or _FOREVER)
+
+
+def _cancel(rollouts: Sequence[PendingRollout]) -> None:
+    for each in rollouts:
+        if each.playing is not None:
+            event_loop().call_soon_threadsafe(each.playing.cancel)
 
 
 def _answer(

@@ -4,6 +4,7 @@ The stream, the controller side of the streaming engines and the code in the wor
 engines complete each request at once, depending on its seed.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +20,17 @@ from nemo_rl_core.data.pretrained import decoded, load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.named_sharding import DATA, TENSOR, NamedSharding
 from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows
+from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import RewardError, WorkerLostError
-from nemo_rl_core.models.generation.streaming import RequestBalance, StreamingGeneration
+from nemo_rl_core.models.generation.streaming import (
+    RequestBalance,
+    StreamingGeneration,
+    TurnGeneration,
+)
 from nemo_rl_core.models.validation import agreement, agreement_metrics, check_consistency
 from nemo_rl_core.rollouts.engine import SingleTurnEpisode, request_seed
+from nemo_rl_core.rollouts.episode import Bounds
+from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.records import load_rollouts, save_rollouts
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.rollouts.stream import RolloutStream
@@ -127,6 +135,60 @@ class Engines(StreamingGeneration):
     def restart(self, lost: WorkerLostError) -> None:
         self.num_restarts += 1
         self._begin()
+
+
+class TurnEngines(TurnGeneration):
+    """The same for turns of synchronous rollouts; notes when it wakes up and sleeps."""
+
+    __init__ = Engines.__init__
+    _begin = Engines._begin
+    restart = Engines.restart
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        self.calls = ["wake"]
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("sleep")
+
+
+class Echo:
+    """Answers with the number of the turn, after a while; ends at the third."""
+
+    async def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
+        turn = sum(each["role"] == "assistant" for log in message_log_batch for each in log)
+        await asyncio.sleep(0.01 * (hash(message_log_batch[0][-1]["content"]) % 3))
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": f"{turn}="}],
+            metadata=list(metadata),
+            next_stop_strings=[None],
+            rewards=torch.tensor([0.5]),
+            terminateds=torch.tensor([turn == 3]),
+        )
+
+
+@pytest.mark.parametrize("lost", ["", "take_remotely"])
+def test_synchronous_episodes_are_streamed(tiny_model: Path, tokenizer: Any, lost: str) -> None:
+    engines = TurnEngines(tiny_model)
+    engines.workers.lost_when_called = lost
+    bounds = Bounds(max_turns=9, max_tokens=200, max_new_tokens=8)
+    rollouts = MultiTurnRollouts(engines, tokenizer, Echo(), seed=0, bounds=bounds)
+    drawn = rollouts.run(
+        PROMPTS, num_generations_per_prompt=5, step=1, first_group=2, releases_memory=True
+    )
+    assert engines.num_restarts == bool(lost)
+    assert engines.calls == ["wake", "sleep"]
+    indices = [(group, sample) for group in (2, 3) for sample in range(5)]
+    assert [(each.group, each.sample) for each in drawn] == indices
+    for each, index in zip(drawn, indices, strict=True):
+        turns = [completion_of(request_seed(0, 1, *index, turn)) for turn in range(3)]
+        assert each.error is None
+        assert each.text == "\n".join(decoded(tokenizer, turn.token_ids) for turn in turns)
+        made = each.completion.read()
+        tokens = zip(made.token_ids, made.logprobs, made.token_mask, strict=True)
+        assert [token[:2] for token in tokens if token[2]] == [
+            pair for turn in turns for pair in zip(turn.token_ids, turn.logprobs, strict=True)
+        ]
+        assert made.weight_versions == ()
 
 
 @pytest.fixture

@@ -16,13 +16,16 @@ from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
+from nemo_rl_core.errors import WorkerError
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.engine import Complete, RolloutIndex
 from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode, PlayedEpisode
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
-from nemo_rl_core.types import Prompt
+from nemo_rl_core.types import Completion, Prompt, Rollout
+from tests.unit.rollouts.conftest import Countdown, Scripted
 
 NUM_EPISODES, MAX_TURNS = 16, 6
 BOUNDS = Bounds(max_turns=9, max_tokens=80, max_new_tokens=6)
@@ -61,20 +64,32 @@ class Slow:
     async def step(
         self, message_log_batch: Sequence[Any], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
-        (log,), (about,) = message_log_batch, metadata
-        turn = sum(message["role"] == "assistant" for message in log)
-        number = int(about["answer"])
+        (turn,), (number,) = _turns(message_log_batch), _numbers(metadata)
         clock = random.Random(f"{self.seed}/{number}/{turn}")
         start = time.perf_counter()
         await asyncio.sleep(min(0.03 * clock.paretovariate(0.9), 1.0))
         self.seconds[number, turn] = time.perf_counter() - start
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": f"{turn}="}],
-            metadata=[about],
-            next_stop_strings=[None],
-            rewards=torch.tensor([len(log[-1]["content"]) / 8]),
-            terminateds=torch.tensor([turn == 2 + number % (MAX_TURNS - 1)]),
-        )
+        return answer(message_log_batch, metadata)
+
+
+def answer(message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
+    turns = _turns(message_log_batch)
+    pairs = zip(turns, _numbers(metadata), strict=True)
+    return EnvironmentReturn(
+        observations=[{"role": "environment", "content": f"{turn}="} for turn in turns],
+        metadata=list(metadata),
+        next_stop_strings=[None] * len(turns),
+        rewards=torch.tensor([len(log[-1]["content"]) / 8 for log in message_log_batch]),
+        terminateds=torch.tensor([turn == 2 + number % (MAX_TURNS - 1) for turn, number in pairs]),
+    )
+
+
+def _turns(message_log_batch: Sequence[Any]) -> list[int]:
+    return [sum(message["role"] == "assistant" for message in log) for log in message_log_batch]
+
+
+def _numbers(metadata: Sequence[Any]) -> list[int]:
+    return [int(each["answer"]) for each in metadata]
 
 
 @pytest.fixture
@@ -156,10 +171,57 @@ def test_an_episode_that_raises_is_counted_and_one_may_have_several_samples(
     assert "LookupError: no such page (test_own_pace.py" in str(rollouts[1].error)
 
 
+@pytest.mark.parametrize("error", [KeyError("7"), SystemExit()])
+def test_an_error_of_an_asynchronous_step_is_that_of_its_episode(
+    ask: Any, tokenizer: Any, error: BaseException
+) -> None:
+    class Broken:
+        async def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
+            raise error
+
+    engine = Scripted(tokenizer, lambda request: "5")
+    rollouts = MultiTurnRollouts(engine, tokenizer, Broken(), seed=3, bounds=BOUNDS)
+    (rollout,) = rollouts.run([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    assert "the environment 'Broken' raised for prompt '8='" in str(rollout.error)
+
+
+class Lost(MultiTurnEpisode):
+    async def play(self, complete: Complete) -> list[PlayedEpisode]:
+        raise WorkerError("the environment failed in 32 consecutive calls")
+
+
+def test_actors_that_fail_again_and_again_end_the_run(play_with: Any) -> None:
+    with pytest.raises(WorkerError, match="32 consecutive calls"):
+        play_with(Lost)
+
+
+def test_an_error_of_the_engine_ends_the_run(ask: Any, tokenizer: Any) -> None:
+    def fail(request: Any) -> str:
+        raise LookupError("no weights")
+
+    rollouts = MultiTurnRollouts(
+        Scripted(tokenizer, fail), tokenizer, Countdown(), seed=3, bounds=BOUNDS
+    )
+    with pytest.raises(LookupError, match="no weights"):
+        rollouts.run([ask("8=", "8")], num_generations_per_prompt=2, step=1)
+
+
+def test_an_asynchronous_environment_also_scores_single_turns() -> None:
+    class Length:
+        async def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
+            await asyncio.sleep(0)
+            rewards = [float(len(log[-1]["content"])) for log in message_log_batch]
+            return EnvironmentReturn(
+                [], list(metadata), [], torch.tensor(rewards), torch.ones(len(rewards))
+            )
+
+    prompt = Prompt("0", "1+", (1,), "", "")
+    rollouts = [Rollout(prompt, Completion((), (), truncated=False), text) for text in ("a", "bcd")]
+    assert EnvironmentScorer(Length()).score(rollouts) == [1.0, 3.0]
+
+
 @pytest.fixture
 def play_with(ask: Any, tokenizer: Any) -> Callable[[type], Sequence[Any]]:
-    from tests.unit.rollouts.conftest import Countdown, Scripted
-
     class Rollouts(MultiTurnRollouts):
         kind: type
 

@@ -107,10 +107,12 @@ USED_BY = {
     ("nemo_rl_core.environments.actor_pool", "RayActorError"),
     ("nemo_rl_core.environments.actor_pool", "RayTaskError"),
     ("nemo_rl_core.environments.interfaces", "(Exception, SystemExit)"),
-    ("nemo_rl_core.environments.interfaces", "RewardError"),
     ("nemo_rl_core.environments.multi_turn.games", "(KeyError, TypeError, ValueError)"),
+    ("nemo_rl_core.environments.multi_turn.replies", "(Exception, SystemExit)"),
     ("nemo_rl_core.environments.needs", "RewardError"),
     ("nemo_rl_core.environments.remote", "RewardError"),
+    ("nemo_rl_core.rollouts.driver", "(Exception, SystemExit)"),
+    ("nemo_rl_core.rollouts.driver", "Exception"),
     ("nemo_rl_core.environments.rewards.awaiting", "(Exception, SystemExit)"),
     (
         "nemo_rl_core.environments.rewards.llm_judge",
