@@ -73,7 +73,8 @@ class Rollout:
         sample: Index of the rollout in its group.
         turn_rewards: Rewards of the policy's turns in a multi-turn episode; they sum to `reward`
             unless the environment has adapted it to the batch.
-        messages: The conversation of a multi-turn episode as `(role, content)` texts.
+        messages: The turns of a multi-turn episode: `role`, `content` and, if present,
+            `reasoning_content`, `tool_calls`, `tool_call_id` and `name`.
         error: Reason why there is no reward; such a rollout is counted but not trained on.
         part: Index of the training sample in its episode. An episode whose past is rewritten has
             several, with the same `group`, `sample` and `reward`, and each with its prompt tokens
@@ -89,7 +90,7 @@ class Rollout:
     group: int = 0
     sample: int = 0
     turn_rewards: tuple[float, ...] = ()
-    messages: tuple[tuple[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
     error: str | None = None
     part: int = 0
 

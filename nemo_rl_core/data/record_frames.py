@@ -9,6 +9,8 @@ import pandas as pd
 import pandera.pandas as pa
 from pandera.typing import Series
 
+from nemo_rl_core.data.json_values import parsed
+
 
 def is_json_object(text: Any) -> bool:
     """Whether a value is the text of a JSON object."""
@@ -99,7 +101,8 @@ class RolloutSchema(pa.DataFrameModel):
     """A completion with its score.
 
     `logprobs`, `generated` and `weight_versions` have one value per token. A rollout that
-    could not be scored has an `error` and no reward.
+    could not be scored has an `error` and no reward. `messages` is the JSON of the turns, or, in
+    files of earlier versions, a list of roles and contents.
     """
 
     prompt_id: Series[str]
@@ -132,6 +135,10 @@ class RolloutSchema(pa.DataFrameModel):
     @pa.check("error")
     def _text_or_null(cls, column: Series[Any]) -> "pd.Series[bool]":  # noqa: N805
         return check_each(column, _is_text_or_null)
+
+    @pa.check("messages")
+    def _turns(cls, column: Series[Any]) -> "pd.Series[bool]":  # noqa: N805
+        return check_each(column, lambda value: _is_list(parsed(value, list)))
 
     @pa.check("components")
     def _numbers_or_nan(cls, column: Series[Any]) -> "pd.Series[bool]":  # noqa: N805

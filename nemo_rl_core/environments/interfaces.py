@@ -30,8 +30,8 @@ _LIBRARY_PATHS = (
 _LARGEST = (2 - 2**-23) * 2.0**127
 """The largest finite float32."""
 
-Message = Mapping[str, str]
-"""One turn of a conversation: `role` (`user`, `assistant` or `environment`) and `content`."""
+Message = Mapping[str, Any]
+"""One turn of a conversation: `role`, `content` and, if present, `tool_calls` and so on."""
 
 
 class Scorer(ABC):

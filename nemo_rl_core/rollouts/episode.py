@@ -9,7 +9,7 @@ import numpy as np
 
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.renderer import Renderer
-from nemo_rl_core.data.turns import as_turns
+from nemo_rl_core.data.turns import Turn, as_turns
 from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows
 from nemo_rl_core.environments.conversations import Answer
 from nemo_rl_core.environments.interfaces import checked
@@ -100,10 +100,7 @@ class MultiTurnEpisode:
         self._num_unread_tokens = 0
         self._error: str | None = None
         self.is_over = False
-        self.messages: list[dict[str, str]] = [
-            {"role": turn["role"], "content": turn["content"]}
-            for turn in as_turns(prompt.text, role="user")
-        ]
+        self.messages: list[Turn] = as_turns(prompt.text, role="user")
         self.metadata: Any = {
             **json.loads(prompt.metadata),
             "answer": prompt.answer,
@@ -179,8 +176,9 @@ class MultiTurnEpisode:
     def played(self) -> "PlayedEpisode":
         """Returns the result of the episode."""
         assert self._sequence is not None  # it has had a turn
-        messages = tuple((turn["role"], turn["content"]) for turn in self.messages)
-        turns = Turns(messages, tuple(self._rewards), self._num_written, self._num_unread_tokens)
+        turns = Turns(
+            tuple(self.messages), tuple(self._rewards), self._num_written, self._num_unread_tokens
+        )
         return PlayedEpisode(self._sequence, self._is_cut, self._text, turns, *self._outcome())
 
     @property

@@ -1,7 +1,9 @@
 """Recorded rollouts as text: a table of steps, and the rollouts of one step."""
 
+import json
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.types import Rollout
@@ -36,11 +38,14 @@ def shown(rollout: Rollout) -> str:
     cut = ", truncated" if rollout.completion.truncated else ""
     indices = f"group {rollout.group}, sample {rollout.sample}"
     indices += f", part {rollout.part}" if rollout.part else ""
-    messages = rollout.messages or (("user", rollout.prompt.text), ("assistant", rollout.text))
+    messages = rollout.messages or (
+        {"role": "user", "content": rollout.prompt.text},
+        {"role": "assistant", "content": rollout.text},
+    )
     return "\n".join(
         [
             f"--- prompt {_inert(rollout.prompt.id)}, {indices}: {_inert(outcome)}{cut}",
-            *(f"{_inert(role)}: {_inert(content)}" for role, content in messages),
+            *(f"{_inert(turn['role'])}: {_inert(_text(turn))}" for turn in messages),
             f"(answer: {_inert(rollout.prompt.answer)})",
         ]
     )
@@ -77,6 +82,14 @@ def _line(step: int, rollouts: Sequence[Rollout]) -> str:
     reward, tokens, turns = (each / max(num_episodes - num_failed, 1) for each in sums)
     head = f"{step:6d} {num_episodes:8d} {num_failed:6d}"
     return f"{head} {reward:8.4g} {tokens:8.1f} {turns:6.2f}"
+
+
+def _text(turn: Mapping[str, Any]) -> str:
+    calls = [
+        json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())
+    ]
+    parts = [turn.get("reasoning_content"), turn["content"], *calls]
+    return "\n".join(part for part in parts if part)
 
 
 def _inert(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from nemo_rl_core.data.json_values import parsed
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -202,7 +203,6 @@ def _schema() -> "pa.Schema":
     import pyarrow as pa
 
     ids, numbers = pa.list_(pa.int64()), pa.list_(pa.float64())
-    message = pa.struct([("role", pa.string()), ("content", pa.string())])
     return pa.schema(
         [
             ("prompt_id", pa.string()),
@@ -218,7 +218,7 @@ def _schema() -> "pa.Schema":
             ("error", pa.string()),
             ("turn_rewards", numbers),
             ("components", numbers),
-            ("messages", pa.list_(message)),
+            ("messages", pa.string()),
             ("metadata", pa.string()),
             ("prompt_ids", ids),
             ("completion_ids", ids),
@@ -265,7 +265,7 @@ def _row(rollout: Rollout) -> dict[str, Any]:
         "error": rollout.error,
         "turn_rewards": list(rollout.turn_rewards),
         "components": list(rollout.components),
-        "messages": [{"role": role, "content": content} for role, content in rollout.messages],
+        "messages": json.dumps(rollout.messages, ensure_ascii=False),
         "metadata": prompt.metadata,
         "prompt_ids": prompt.token_ids,
         "completion_ids": completion.token_ids,
@@ -302,7 +302,8 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         group=row["group"],
         sample=row["sample"],
         turn_rewards=tuple(row["turn_rewards"]),
-        messages=tuple((turn["role"], turn["content"]) for turn in row["messages"]),
+        # Earlier versions wrote a list of roles and contents.
+        messages=tuple(parsed(row["messages"], list)),
         error=row["error"],
         part=row["part"],
     )

@@ -82,7 +82,7 @@ class Turns:
         num_unread_tokens: Tokens of the environment that had no room in the rollout.
     """
 
-    messages: tuple[tuple[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     rewards: tuple[float, ...]
     num_written: int
     num_unread_tokens: int

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from nemo_rl_core.data.json_values import parsed
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -287,6 +289,7 @@ def _load(
 def _row(index: int, values: dict[str, Any]) -> dict[str, Any]:
     """Fills missing columns with None and replaces values that are not numbers by None."""
     row = {**dict.fromkeys((*_SHOWN, *_TOKENS)), **values, "index": index}
+    row["messages"] = parsed(row["messages"], list)
     for name in _NUMBERS:
         value = row[name]
         if not isinstance(value, (int, float)) or math.isnan(value):

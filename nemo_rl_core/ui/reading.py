@@ -160,21 +160,22 @@ def _turns(row: Mapping[str, Any]) -> list[Turn]:
     return [
         Turn(
             str(message.get("role")),
-            [
-                (piece, _CALL.fullmatch(piece) is not None)
-                for piece in _pieces(str(message.get("content")))
-            ],
+            _pieces(message),
             next(remaining, None) if message.get("role") == "assistant" else None,
         )
         for message in messages
     ]
 
 
-def _pieces(text: str) -> list[str]:
+def _pieces(message: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    text, calls = str(message.get("content")), message.get("tool_calls")
     # Each match has two groups: the call with its marks, and the name of the mark.
     split = _CALL.split(text)
-    pieces = [piece for index, piece in enumerate(split) if index % 3 != 2]
-    return [piece for piece in pieces if piece.strip()] or [text]
+    pieces = [piece for index, piece in enumerate(split) if index % 3 != 2 and piece.strip()]
+    return [(piece, _CALL.fullmatch(piece) is not None) for piece in pieces] + [
+        (json.dumps(call.get("function"), ensure_ascii=False), True)
+        for call in (calls if isinstance(calls, list) else [])
+    ] or [(text, False)]
 
 
 def _parts(components: object, names: Sequence[str]) -> list[tuple[str, float]]:

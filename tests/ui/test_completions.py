@@ -105,14 +105,20 @@ def test_equal_completions_are_one_answer(tmp_path: Path) -> None:
 
 
 def test_turns_have_their_rewards_and_calls_of_tools_apart(tmp_path: Path) -> None:
-    talk = (("user", "2+2?"), ("assistant", "so <tool>add 2 2</tool>"), ("tool", "4"))
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    talk = (
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "so <tool>add 2 2</tool>"},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    )
     row = rollout(
         "a",
         0,
         0,
         1.5,
-        messages=(*talk, ("assistant", "4")),
-        turn_rewards=(0.5, 1.0),
+        messages=(*talk, {"role": "assistant", "content": "4"}),
+        turn_rewards=(0.5, 0.0, 1.0),
         components=(1.0, 0.5),
     )
     save_rollouts([row], tmp_path / "step.parquet")
@@ -126,6 +132,7 @@ def test_turns_have_their_rewards_and_calls_of_tools_apart(tmp_path: Path) -> No
         ("user", [("2+2?", False)], None),
         ("assistant", [("so ", False), ("<tool>add 2 2</tool>", True)], 0.5),
         ("tool", [("4", False)], None),
+        ("assistant", [('{"name": "add", "arguments": {"a": 2}}', True)], 0.0),
         ("assistant", [("4", False)], 1.0),
     ]
     assert answer.parts == [("exact (weight 2)", 1.0), ("tidy (weight 1)", 0.5)]

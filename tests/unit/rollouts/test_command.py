@@ -14,7 +14,17 @@ TURNS = Rollout(
     "3\n4",
     reward=0.75,
     turn_rewards=(0.5, 0.25),
-    messages=(("user", "1+2="), ("assistant", "3"), ("environment", "no"), ("assistant", "4")),
+    messages=(
+        {"role": "user", "content": "1+2="},
+        {"role": "assistant", "content": "3"},
+        {"role": "environment", "content": "no"},
+        {
+            "role": "assistant",
+            "reasoning_content": "so",
+            "content": "4",
+            "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}],
+        },
+    ),
 )
 HOSTILE = Rollout(PROMPT, GOOD.completion, "\x1b[2J\n--- prompt p\u202e\x07\u2028x\r")
 
@@ -40,7 +50,9 @@ def test_a_step_is_shown(tmp_path):
     result = read("show", tmp_path, "--limit", "2")
     assert result.exit_code == 0
     assert "sample 0: reward 0.75 (0.5 + 0.25), truncated\n" in result.stdout
-    assert "user: 1+2=\nassistant: 3\nenvironment: no\nassistant: 4\n(answer: 3)\n" in result.stdout
+    last = r'so\n4\n{"name": "add", "arguments": {}}'
+    lines = f"user: 1+2=\nassistant: 3\nenvironment: no\nassistant: {last}\n(answer: 3)\n"
+    assert lines in result.stdout
     assert "--- 1 more (--limit 3)" in result.stdout
     result = read("show", tmp_path, "--step", "3", "--failed")
     assert result.exit_code == 0

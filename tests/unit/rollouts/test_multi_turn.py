@@ -35,12 +35,12 @@ def test_a_conversation_by_hand(play, ask, tokenizer):
     assert (rollout.reward, rollout.turn_rewards) == (1.5, (0.5, 0.5, 0.5))
     assert rollout.text == "5\n2\n1"
     assert rollout.messages == (
-        ("user", "8="),
-        ("assistant", "5"),
-        ("environment", "3="),
-        ("assistant", "2"),
-        ("environment", "1="),
-        ("assistant", "1"),
+        {"role": "user", "content": "8="},
+        {"role": "assistant", "content": "5"},
+        {"role": "environment", "content": "3="},
+        {"role": "assistant", "content": "2"},
+        {"role": "environment", "content": "1="},
+        {"role": "assistant", "content": "1"},
     )
     assert (rollout.group, rollout.sample, rollout.error) == (0, 0, None)
     requests = [row for (row,) in engine.asked]

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,11 @@ from nemo_rl_core.types import Completion, Prompt, Rollout
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 IDS = st.lists(st.integers(0, 2**31), max_size=6).map(tuple)
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
+CALL = st.fixed_dictionaries({"name": TEXT, "arguments": st.dictionaries(TEXT, FINITE)})
+TURN = st.fixed_dictionaries(
+    {"role": TEXT, "content": TEXT},
+    optional={"reasoning_content": TEXT, "tool_calls": st.lists(CALL, max_size=2)},
+)
 NUMBERS = st.lists(FINITE, max_size=4).map(tuple)
 
 
@@ -43,7 +50,7 @@ def rollouts(draw):
         group=draw(st.integers(0, 2**40)),
         sample=draw(st.integers(0, 99)),
         turn_rewards=draw(NUMBERS),
-        messages=tuple(draw(st.lists(st.tuples(TEXT, TEXT), max_size=3))),
+        messages=tuple(draw(st.lists(TURN, max_size=3))),
         error=draw(TEXT) if failed else None,
     )
 
@@ -79,6 +86,17 @@ def test_advantages_belong_to_valid_rollouts(tmp_path):
     assert records.load(12) == [replace(GOOD, advantage=0.25), BAD, replace(GOOD, advantage=-2.0)]
     with pytest.raises(ValueError, match="argument 2 is longer"):
         records.save(12, [GOOD, BAD], advantages=torch.tensor([0.25, -2.0]))
+
+
+def test_messages_of_earlier_versions_are_read(tmp_path):
+    RolloutRecords(tmp_path).save(1, [GOOD])
+    table = pq.read_table(tmp_path / "step_000001.parquet")
+    turns = [{"role": "user", "content": "1+2="}, {"role": "environment", "content": "no"}]
+    index = table.column_names.index("messages")
+    pq.write_table(
+        table.set_column(index, "messages", pa.array([turns])), tmp_path / "step_000001.parquet"
+    )
+    assert RolloutRecords(tmp_path).load(1) == [replace(GOOD, messages=tuple(turns))]
 
 
 def test_steps_are_listed_and_a_missing_one_is_named(tmp_path):

@@ -170,7 +170,7 @@ def test_rollouts_with_and_without_rewards_are_joined() -> None:
 
 
 def test_a_failed_rollout_of_a_list_keeps_its_messages() -> None:
-    failed = replace(HERE[0].failed("no reply"), messages=(("user", "1+"),))
+    failed = replace(HERE[0].failed("no reply"), messages=({"role": "user", "content": "1+"},))
     assert failed_rollouts([failed]) == [failed]
 
 
