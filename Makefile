@@ -91,10 +91,10 @@ test-experimental: setup ## Run the tests of code that only met fakes
 test-gpu: setup ## Run what one GPU must show (needs EXTRA=gpu)
 	$(bin)/pytest -n 0 -v -m gpu tests/gpu
 
-test-verifiers: setup ## Test the adapter of verifiers, in a scratch folder
+test-verifiers: setup ## Test verifiers as an agent, in a scratch folder
 	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	  $(bin)/python -m pip install -q --no-deps --target "$$site" -r deployment/requirements/verifiers.txt && \
-	  PYTHONPATH="$$site" $(bin)/pytest -n 0 tests/unit/environments/multi_turn/test_verifiers.py
+	  VERIFIERS_FOLDER="$$site" $(bin)/pytest -n 0 --no-cov tests/unit/agents/test_verifiers.py
 	$(bin)/pytest -n 0 --no-cov -k verifiers tests/workflows/test_isolated_components.py
 
 test-flyte2: setup ## Import the workflows under Flyte 2

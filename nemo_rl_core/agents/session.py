@@ -141,7 +141,7 @@ class AgentSample:
 
     Attributes:
         sequence: All tokens. Tokens that an earlier sample of the session trains on are masked.
-        num_opening_tokens: Number of tokens before the first sampled turn.
+        opening_ids: Tokens before the first sampled turn.
         turns: The conversation, with the policy's turns as they were read.
         texts: Texts of the policy's turns.
         truncated: Whether a limit ended the last turn or refused the next one.
@@ -149,7 +149,7 @@ class AgentSample:
     """
 
     sequence: RemoteTokens
-    num_opening_tokens: int
+    opening_ids: tuple[int, ...]
     turns: tuple[Turn, ...]
     texts: tuple[str, ...]
     truncated: bool
@@ -276,7 +276,7 @@ class Session:
             samples.append(
                 AgentSample(
                     leaf.result.sequence if new == path else _sequence(path, new),
-                    leaf.context.num_opening_tokens,
+                    path[0].context.new_ids,
                     leaf.turns,
                     tuple(node.result.text for node in path),
                     leaf.is_cut,

@@ -12,6 +12,7 @@ from pydantic import (
     model_validator,
 )
 
+from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.multi_turn import (
@@ -56,8 +57,8 @@ class WeightedSum(FrozenConfig):
 
 
 _MultiTurn = SlidingPuzzleGame | GuessNumberGame | ToolUse | PythonEnvironment
-MultiTurnConfig = Annotated[_MultiTurn, Field(discriminator="kind")]
-"""Environments that reply, so that the policy has several turns."""
+MultiTurnConfig = Annotated[_MultiTurn | AgentEnvironment, Field(discriminator="kind")]
+"""Environments in which the policy has several turns."""
 
 
 class TaskEnvironment(FrozenConfig):
@@ -97,7 +98,7 @@ class ByTask(FrozenConfig):
 
 
 EnvironmentConfig = Annotated[
-    AnySingle | _MultiTurn | WeightedSum | ByTask, Field(discriminator="kind")
+    AnySingle | _MultiTurn | AgentEnvironment | WeightedSum | ByTask, Field(discriminator="kind")
 ]
 
 
@@ -133,6 +134,8 @@ def single_environments(config: EnvironmentConfig) -> list[SingleEnvironmentConf
             return [answer]
         case SlidingPuzzleGame() | GuessNumberGame() | PythonEnvironment():
             return []
+        case AgentEnvironment(reward=reward):
+            return [] if reward is None else [reward]
         case _:
             return [config]
 
@@ -155,7 +158,7 @@ def multi_turn_environments(config: EnvironmentConfig) -> list[MultiTurnConfig]:
     """Returns the multi-turn environments of all tasks."""
     if isinstance(config, ByTask):
         return [one for each in config.tasks for one in multi_turn_environments(each.environment)]
-    return [config] if isinstance(config, _MultiTurn) else []
+    return [config] if isinstance(config, _MultiTurn | AgentEnvironment) else []
 
 
 def is_multi_turn(config: EnvironmentConfig) -> bool:
@@ -230,6 +233,9 @@ def _with_paths(
             inner = [(f"{path}.parts.{n}", part.environment) for n, part in enumerate(parts)]
         case ByTask(tasks=tasks):
             inner = [(f"{path}.tasks.{n}", each.environment) for n, each in enumerate(tasks)]
+        case AgentEnvironment(reward=reward) if reward is not None:
+            yield f"{path}.reward", reward
+            return
         case _:
             yield path, config
             return

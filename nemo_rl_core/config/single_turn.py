@@ -163,16 +163,17 @@ class CodeTests(FrozenConfig):
     version: Literal[2] = 2
 
 
-AnySingle = (
+TextScorer = (
     ExactMatch
     | MathVerify
     | ReasoningGymScore
     | RewardFunction
-    | RewardModelScore
     | RegexMatch
     | JsonSchemaMatch
     | LLMJudge
     | MultipleChoice
     | CodeTests
 )
+"""Environments that score a text without its token ids."""
+AnySingle = TextScorer | RewardModelScore
 SingleEnvironmentConfig = Annotated[AnySingle, Field(discriminator="kind")]

@@ -4,6 +4,7 @@ from typing import Any, ClassVar, Literal, Self, TypeGuard, get_args
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
+from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.algorithm import Algorithm
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
@@ -274,6 +275,13 @@ def refuse_scorers_in_actors(
     """Refuses scorers that start workers in an environment that runs in actors."""
     if workers is None:
         return
+    if isinstance(environment, AgentEnvironment) and environment.reward is None:
+        raise ConfigError(
+            "environment_workers score texts, but the agent computes its reward",
+            expected="environment.reward next to environment_workers",
+            got="environment.kind agent without reward",
+            fix="remove environment_workers: agents run in separate processes without them",
+        )
     if judges_of_the_run(environment):
         raise ConfigError(
             "an actor of the environment cannot start a judge that is a model of this run",

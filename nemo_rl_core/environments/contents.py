@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nemo_rl_core.checkpoints.hub import commit_of, is_commit
+from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.data import DataConfig, FileData, HubData, MixtureData
 from nemo_rl_core.config.environment import (
@@ -33,6 +34,7 @@ from nemo_rl_core.config.single_turn import (
     RewardModelScore,
     SingleEnvironmentConfig,
 )
+from nemo_rl_core.environments.agent_programs import agent_source
 from nemo_rl_core.environments.targets import module_of
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.store import aliases, remote
@@ -126,7 +128,7 @@ def located_model(model: ModelConfig) -> ModelConfig:
 
 
 def reward_content(environment: EnvironmentConfig) -> str:
-    """Returns a digest of code that scores or answers, reward models and passages.
+    """Returns a digest of code that scores or answers, agents, reward models and passages.
 
     See `user_source` for the code. An MCP server is known by the files that its command names.
     """
@@ -136,6 +138,8 @@ def reward_content(environment: EnvironmentConfig) -> str:
             digests += [_tool_digest(each) for each in answers.tools]
         if isinstance(answers, PythonEnvironment):
             digests.append(user_source(module_of(answers.target)))
+        if isinstance(answers, AgentEnvironment):
+            digests.append(agent_source(answers))
     return " ".join(filter(None, digests))
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.environment import (
     ByTask,
     EnvironmentConfig,
@@ -37,6 +38,7 @@ from nemo_rl_core.config.single_turn import (
     RewardFunction,
     RewardModelScore,
 )
+from nemo_rl_core.environments.agent_programs import ReportedReward
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer
 from nemo_rl_core.environments.rewards.llm_judge import ChatModel
 from nemo_rl_core.errors import ConfigError
@@ -63,7 +65,7 @@ def make_scorer(
 
     Args:
         config: Config of the environment. A multi-turn environment becomes an `EnvironmentScorer`,
-            whose `environment` answers conversations.
+            whose `environment` answers conversations; an agent becomes the scorer of its last turn.
         reward_model: Folder for every `reward_model` in the config that names no model.
         policy: Folder of the model whose completions are scored. A reward model reads their token
             ids, so it must have the same vocabulary.
@@ -82,6 +84,7 @@ def make_scorer(
         start_judge=start_judge,
         start_reward_model=start_reward_model,
     )
+    config = _scored_by(config)
     match config:
         case WeightedSum(parts=parts):
             from nemo_rl_core.environments.rewards.weighted_sum import WeightedSumScorer
@@ -91,7 +94,13 @@ def make_scorer(
         case ByTask(tasks=tasks):
             by_task = {each.task: make(each.environment) for each in tasks}
             return _by_task(by_task, has_turns=is_multi_turn(config))
-        case SlidingPuzzleGame() | GuessNumberGame() | ToolUse() | PythonEnvironment():
+        case (
+            SlidingPuzzleGame()
+            | GuessNumberGame()
+            | ToolUse()
+            | PythonEnvironment()
+            | AgentEnvironment()
+        ):
             from nemo_rl_core.environments.adapt import as_scorer
 
             return as_scorer(_multi_turn_environment(config))
@@ -130,6 +139,7 @@ def make_remote_scorer(
     from nemo_rl_core.environments.adapt import EnvironmentScorer
     from nemo_rl_core.environments.remote import RemoteEnvironment, RemoteScorer
 
+    config = _scored_by(config)
     make = partial(make_scorer, config, reward_model, policy=policy)
     if not is_multi_turn(config):
         names = reward_names(config)
@@ -143,6 +153,13 @@ def make_remote_scorer(
         )
     make_environment = partial(_environment_of, make)
     return EnvironmentScorer(RemoteEnvironment(make_environment, workers, isolation=isolation))
+
+
+def _scored_by(config: EnvironmentConfig) -> EnvironmentConfig:
+    """Returns the environment that scores an agent's last turn; other environments unchanged."""
+    if isinstance(config, AgentEnvironment) and config.reward is not None:
+        return config.reward
+    return config
 
 
 def _single_scorer(
@@ -192,6 +209,8 @@ def _text_scorer(config: ExactMatch | RegexMatch | JsonSchemaMatch | MultipleCho
 
 
 def _multi_turn_environment(config: MultiTurnConfig) -> EnvironmentInterface | Scorer:
+    if isinstance(config, AgentEnvironment):
+        return ReportedReward()
     if isinstance(config, PythonEnvironment):
         from nemo_rl_core.environments.targets import make_environment
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.environment import (
     ByTask,
     EnvironmentConfig,
@@ -18,6 +19,7 @@ from nemo_rl_core.config.single_turn import (
     MultipleChoice,
     RewardFunction,
 )
+from nemo_rl_core.environments.agent_programs import check_agent
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.environments.rewards.functional_reward import (
     FunctionalRewardWrapper,
@@ -45,7 +47,7 @@ _NUM_LISTED_ROWS = 100
 def missing_columns(config: EnvironmentConfig) -> MissingColumns:
     """Returns the column check of an environment, without making or starting the environment."""
     match config:
-        case ToolUse(answer=answer):
+        case ToolUse(answer=answer) | AgentEnvironment(reward=answer) if answer is not None:
             return missing_columns(answer)
         case RewardFunction(target=target):
             return FunctionalRewardWrapper.from_target(target).missing_columns
@@ -77,6 +79,8 @@ def check_targets(config: EnvironmentConfig | None) -> None:
             find_environment(environment)
         if isinstance(environment, ToolUse):
             schemas_of(environment.tools)
+        if isinstance(environment, AgentEnvironment):
+            check_agent(environment)
 
 
 def refuse_incomplete_rows(

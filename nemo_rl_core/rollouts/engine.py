@@ -212,6 +212,9 @@ class RolloutEngine(ABC):
             has a reward or an error; otherwise neither.
         """
 
+    def close(self) -> None:  # noqa: B027 (most have nothing to release)
+        """Ends processes of episodes that still run."""
+
 
 def request_seed(seed: int, step: int, group: int, sample: int, turn: int = 0) -> int:
     """Returns a 31-bit seed for one request; the samples of a prompt have consecutive seeds.

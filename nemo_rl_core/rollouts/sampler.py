@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.environment import dedicated_bundles_of_scorers
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.trainer import GateConfig, RolloutSettings
@@ -26,6 +27,7 @@ from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.streaming import TurnGeneration
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
+from nemo_rl_core.registry import Registry
 from nemo_rl_core.rollouts.batch import (
     refuse_too_many_failures,
     rewards_of,
@@ -37,6 +39,10 @@ from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.rollouts.scorers import scorer_of, scores_on_a_gpu
 from nemo_rl_core.types import Rollout
+
+_ROLLOUTS: Registry[Any] = Registry(
+    "rollouts", {"agent": "nemo_rl_core.agents.episode:AgentRollouts"}
+)
 
 
 def post_process_rollouts(
@@ -135,6 +141,8 @@ class Sampler(AbstractContextManager["Sampler"]):
             self.environment = self._scorer.environment
         self.scores_on_a_gpu = scorer is None and scores_on_a_gpu(session, settings)
         self._config = settings.generation
+        has_agent = isinstance(settings.environment, AgentEnvironment)
+        self._plays_agents = has_agent and scorer is None
         setup = GenerationSetup(
             model_folder=model_folder,
             config=settings.generation,
@@ -156,10 +164,14 @@ class Sampler(AbstractContextManager["Sampler"]):
     @property
     def _engine_class(self) -> Callable[..., Generation]:
         at_once = self.environment is None or answers_at_once(self.environment)
-        takes_requests = isinstance(self._config, VllmGenerationConfig) and not at_once
-        return TurnGeneration if takes_requests else Generation
+        streams = isinstance(self._config, VllmGenerationConfig)
+        return TurnGeneration if streams and (self._plays_agents or not at_once) else Generation
 
     def _rollout_engine(self, settings: RolloutSettings) -> RolloutEngine:
+        if self._plays_agents:
+            agents: Any = _ROLLOUTS.get("agent")
+            engine: RolloutEngine = agents(self.generation, self.tokenizer, settings, self._scorer)
+            return engine
         if self.environment is None:
             return SingleTurnRollouts(self.generation, self.tokenizer, seed=settings.seed)
         return MultiTurnRollouts(
@@ -171,6 +183,11 @@ class Sampler(AbstractContextManager["Sampler"]):
         )
 
     @property
+    def plays_episodes(self) -> bool:
+        """Whether rollouts may have several turns, and are scored while they are sampled."""
+        return not isinstance(self.engine, SingleTurnRollouts)
+
+    @property
     def num_restarts(self) -> tuple[int, int]:
         """Numbers of restarts of the engine and of the environment's actors."""
         return self.generation.num_restarts, getattr(self._scorer, "num_restarts", 0)
@@ -180,8 +197,7 @@ class Sampler(AbstractContextManager["Sampler"]):
 
         If a model scores on a GPU, the engine frees its memory first.
         """
-        # The turns of an episode are rewarded as it advances.
-        has_turns = self.environment is not None
+        has_turns = self.plays_episodes
         if self.scores_on_a_gpu and not has_turns:
             self.generation.finish_generation()
         scored = rollouts
@@ -204,6 +220,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         return post_process_rollouts(environment, rollouts)
 
     def __exit__(self, kind: object = None, *_: object) -> None:
+        self.engine.close()
         self._scorer.close()
         if kind is None:  # the workers keep running, and the next user may need GPU memory
             self.generation.finish_generation()

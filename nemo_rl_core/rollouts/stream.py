@@ -255,7 +255,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             raise pending.failure
         return RemoteRollouts.joined(pending.drawn)
 
-    def _rollouts_of(
+    def _played_rollouts(
         self, draw: Sequence[PendingRollout], *, may_restart: bool
     ) -> RemoteRollouts | None:
         """Returns the rollouts of a draw that has ended.
@@ -390,7 +390,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 pending = self._steps.get(step)
                 if self._is_closed or pending is None or not pending.has_ended_draw:
                     continue  # its caller has left, or an engine was lost with the draw
-                rollouts = self._rollouts_of(pending.draw, may_restart=may_restart)
+                rollouts = self._played_rollouts(pending.draw, may_restart=may_restart)
                 if rollouts is None:
                     continue
                 pending.drawn.append(rollouts)

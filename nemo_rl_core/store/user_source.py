@@ -28,19 +28,25 @@ class UserSource(NamedTuple):
     files: list[Path]
 
 
-def user_source(module: str) -> str:
-    """Returns digests of the user modules that `module` reaches; empty if it does not exist."""
-    return read_user_source(module).digest
+def user_source(module: str, folder: Path | None = None) -> str:
+    """Returns digests of the user modules that `module` reaches; empty if it does not exist.
+
+    Args:
+        folder: Folder of a script, whose modules hide installed ones.
+    """
+    return read_user_source(module, folder=folder).digest
 
 
-def read_user_source(module: str, *, without: Collection[str] = ()) -> UserSource:
+def read_user_source(
+    module: str, *, without: Collection[str] = (), folder: Path | None = None
+) -> UserSource:
     """Returns digests, imports and files of `user_source`, excluding some packages."""
     importlib.invalidate_caches()
     sources: dict[str, UserSource] = {}
     queue = [module]
     while queue:
         name = queue.pop()
-        for spec in _specs(name):
+        for spec in _specs(name, folder):
             top = spec.name.partition(".")[0]
             if spec.name not in sources and top not in {*sys.stdlib_module_names, *without}:
                 sources[spec.name] = _content(spec)
@@ -51,13 +57,14 @@ def read_user_source(module: str, *, without: Collection[str] = ()) -> UserSourc
     return UserSource(" ".join(digests), sorted(imports), sorted(files))
 
 
-def _specs(name: str) -> list[ModuleSpec]:
+def _specs(name: str, folder: Path | None) -> list[ModuleSpec]:
     """Finds the packages and the module of a dotted name, which may end in a name in it."""
     if name == "__main__":
         return _main_file()
     top, *inner = name.split(".")
     try:
-        spec = find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
+        adjacent = PathFinder.find_spec(top, [str(folder)]) if folder else None
+        spec = adjacent or find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
     except (ImportError, ValueError):
         return []  # the stage that calls it raises the error
     specs = []

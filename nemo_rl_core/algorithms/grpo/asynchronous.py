@@ -247,7 +247,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         sampled, sampler = self._sampled[step], self.sampler
         assert sampler is not None
         # Turns were scored when they ended; `score` only counts their failures.
-        has_turns = sampler.environment is not None
+        has_turns = sampler.plays_episodes
         turn = self._gpu_turn if sampler.scores_on_a_gpu and not has_turns else nullcontext()
         with turn, nullcontext() if has_turns else self._stream.environment_alone():
             scored = sampler.score(rollouts)

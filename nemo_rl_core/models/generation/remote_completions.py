@@ -343,7 +343,15 @@ def full_requests(batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, to
         return batch, {}
     columns = dict(batch)
     rows, lengths = columns.pop("before"), columns.pop("before_lengths")
-    before, new_lengths = rows.fetched(), columns["input_lengths"]
+    # Rows without tokens before may lack columns of the others.
+    continued = np.flatnonzero(np.asarray(lengths))
+    if not len(continued):
+        return BatchedDataDict(columns), {}
+    before = {}
+    for name, values in rows[continued].fetched().items():
+        before[name] = values.new_zeros(len(rows), values.shape[1])
+        before[name][continued] = values
+    new_lengths = columns["input_lengths"]
     total = lengths + new_lengths
     ids = torch.zeros(len(total), int(total.max()) if len(total) else 0, dtype=torch.long)
     position = torch.arange(ids.shape[1])

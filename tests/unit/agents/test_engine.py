@@ -91,8 +91,8 @@ def test_the_endpoint_draws_the_bits_of_an_episode_in_this_process(generation, s
     block, length = sample.sequence.row.reference.block, sample.sequence.length
     row = sample.sequence.row.number
     completion = expected.completion
-    assert sample.num_opening_tokens == len(prompt.token_ids)
-    start = sample.num_opening_tokens
+    assert sample.opening_ids == prompt.token_ids
+    start = len(sample.opening_ids)
     assert tuple(block["input_ids"][row, start:length].tolist()) == completion.token_ids
     assert tuple(block["token_mask"][row, start - 1 : length - 1].tolist()) == completion.token_mask
     logprobs = block["generation_logprobs"][row, start - 1 : length - 1]

@@ -59,7 +59,7 @@ def test_a_linear_agent_draws_what_a_multi_turn_environment_draws(engine):
     assert third_prompt[: len(second_prompt) + len(second)] == second_prompt + second
     assert trained(sample) == [new, second, third]
     assert mask_and_ids(sample)[1] == [*third_prompt, *third]
-    assert sample.num_opening_tokens == len(prompt)
+    assert sample.opening_ids == prompt
     assert sample.num_written == len(new) + len(second) + len(third)
     # The suffix is what the chat template writes after a turn.
     suffix = engine.tokenizer.decode(second_prompt[len(prompt) + len(new) :])

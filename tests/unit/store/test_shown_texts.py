@@ -109,7 +109,6 @@ USED_BY = {
     ("nemo_rl_core.environments.interfaces", "(Exception, SystemExit)"),
     ("nemo_rl_core.environments.multi_turn.games", "(KeyError, TypeError, ValueError)"),
     ("nemo_rl_core.environments.multi_turn.replies", "(Exception, SystemExit)"),
-    ("nemo_rl_core.environments.multi_turn.verifiers", "Exception"),
     ("nemo_rl_core.environments.needs", "RewardError"),
     ("nemo_rl_core.environments.remote", "RewardError"),
     ("nemo_rl_core.rollouts.driver", "(Exception, SystemExit)"),
