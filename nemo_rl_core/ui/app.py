@@ -28,6 +28,7 @@ from nemo_rl_core.ui.pages import (
     find,
     models,
     nodes,
+    share,
 )
 from nemo_rl_core.ui.server import EVENTS
 from nemo_rl_core.ui.templating import STATIC, render_message
@@ -84,6 +85,7 @@ def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
             Route("/executions/{execution}/curves.csv", curves.as_csv),
             Route(EVENTS, events.events),
             Route("/executions/{execution}/log", executions.log),
+            Route("/executions/{execution}/share.html", share.run),
             Route("/nodes/{node:int}", nodes.node),
             Route("/nodes/{node:int}/deck", nodes.deck),
             Route("/find", find.find),
@@ -93,6 +95,7 @@ def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
             Route("/artifacts/{artifact}/completions", completions.completions_view),
             Route("/artifacts/{artifact}/files/{path:path}", artifacts.file),
             Route("/compare", compare.compare),
+            Route("/compare/share.html", share.comparison),
             Mount("/static", _Static(directory=STATIC)),
         ],
         middleware=[Middleware(Guard, hosts=hosts)],

@@ -165,9 +165,8 @@ def _view(tab: str) -> Callable[[Callable[[Request, Execution], dict[str, Any]]]
     return decorate
 
 
-@_view("overview")
-def overview(request: Request, run: Execution) -> dict[str, Any]:
-    """Shows command, code, cost, errors, inputs and outputs."""
+def overview_content(request: Request, run: Execution) -> dict[str, Any]:
+    """Returns command, cost, errors and outputs."""
     nodes = history_of(request).nodes(run.id)
     return {
         "live_now": run_status(history_of(request), run),
@@ -178,6 +177,10 @@ def overview(request: Request, run: Execution) -> dict[str, Any]:
             node for node in nodes if node.kind == "task" and node.state in ("failed", "stopped")
         ][:40],
     }
+
+
+overview = _view("overview")(overview_content)
+"""Shows command, code, cost, errors, inputs and outputs."""
 
 
 @_view("graph")
