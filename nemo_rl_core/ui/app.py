@@ -71,7 +71,7 @@ class HistorySource:
         return status.st_dev, status.st_ino
 
 
-def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
+def create_app(store: Store, *, hosts: Collection[str] = (), token: str = "") -> Starlette:
     """Builds the application that shows a store, at `localhost`, IP addresses and `hosts`."""
     app = Starlette(
         routes=[
@@ -98,7 +98,7 @@ def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
             Route("/compare/share.html", share.comparison),
             Mount("/static", _Static(directory=STATIC)),
         ],
-        middleware=[Middleware(Guard, hosts=hosts)],
+        middleware=[Middleware(Guard, hosts=hosts, token=token)],
         exception_handlers={
             HTTPException: _not_found,
             NotRecordedError: _not_recorded,

@@ -38,11 +38,11 @@ _PROMPTS = 10
 _MOST_AXES = 6
 
 
-def compare(request: Request, *, alone: bool = False) -> Response:
+def compare(request: Request, *, shared: bool = False) -> Response:
     """Compares settings, evaluations, curves and completions of runs.
 
     Args:
-        alone: Whether the page will be a file of its own.
+        shared: Whether the page will be a file of its own.
     """
     if request.app.state.source.is_empty():
         text = "This store has no runs yet. Run a workflow first."
@@ -60,7 +60,7 @@ def compare(request: Request, *, alone: bool = False) -> Response:
     }
     if len(rows) > _MOST:
         context["refused"] = f"At most {_MOST} runs can be compared; {len(rows)} are chosen."
-    if alone and (not rows or context["refused"]):
+    if shared and (not rows or context["refused"]):
         raise ConfigError(
             "these runs cannot be shared as one file",
             expected=f"1 to {_MOST} runs",
@@ -77,8 +77,8 @@ def compare(request: Request, *, alone: bool = False) -> Response:
     return render(
         request,
         "compare.html",
-        live=not alone and any(row.state == "running" for row in rows),
-        alone=alone,
+        live=not shared and any(row.state == "running" for row in rows),
+        shared=shared,
         rows=rows,
         labels=labels,
         columns=_COLUMNS,

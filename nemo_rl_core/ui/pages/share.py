@@ -29,7 +29,7 @@ def run(request: Request) -> Response:
     page = render(
         request,
         "shared_run.html",
-        alone=True,
+        shared=True,
         run=one,
         tab="run",
         charts_data=curves.chart_data(request, one),
@@ -45,7 +45,7 @@ def run(request: Request) -> Response:
 
 def comparison(request: Request) -> Response:
     """Returns a comparison of the runs that the address names."""
-    return _file(compare.compare(request, alone=True), "comparison")
+    return _file(compare.compare(request, shared=True), "comparison")
 
 
 def _cards(request: Request, execution: str) -> list[Card]:
