@@ -42,7 +42,7 @@ def compare(request: Request, *, shared: bool = False) -> Response:
     """Compares settings, evaluations, curves and completions of runs.
 
     Args:
-        shared: Whether the page will be a file of its own.
+        shared: Whether the page will be a single file.
     """
     if request.app.state.source.is_empty():
         text = "This store has no runs yet. Run a workflow first."

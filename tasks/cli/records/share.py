@@ -17,7 +17,7 @@ def share(runs: tuple[str, ...], output: Path) -> None:
     """Write RUN, or a comparison of several, as one HTML file.
 
     The file has charts and completions, opens without a server, and makes no requests. RUN is given
-    as in `nemo-rl metrics`; a sweep stands for its points in a comparison.
+    as in `nemo-rl metrics`; a comparison replaces a sweep by its points.
     """
     from starlette.requests import Request
 
