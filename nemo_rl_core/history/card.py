@@ -143,28 +143,22 @@ def _data_name(config: Mapping[str, Any]) -> str:
 
 def _task(manifests: Sequence[Manifest]) -> str:
     """Returns what a model was trained to do, with its methods, data and reward."""
-    names = dict.fromkeys(_data_name(config) for config in _data_configs(manifests))
-    environments = [each.config["environment"] for each in manifests if _scored(each)]
     text = " and ".join(method.upper() for method in _methods(manifests)) or "no training"
-    text += f" on {_cell(', '.join(names))}" if names else ""
-    if environments:
-        reward = environments[0]
+    if names := dict.fromkeys(map(_data_name, _data_configs(manifests))):
+        text += f" on {_cell(', '.join(names))}"
+    environments = [each.config.get("environment") for each in manifests if each.cost.tokens]
+    for reward in [each for each in environments if isinstance(each, dict)][:1]:
         text += f", rewarded by `{reward.get('target') or reward.get('kind')}`"
     base = _base_model(manifests)
     return f"from {text}" + (f", which starts from {base}" if base else "")
-
-
-def _scored(manifest: Manifest) -> bool:
-    return bool(manifest.cost.tokens) and isinstance(manifest.config.get("environment"), dict)
 
 
 def _limits(manifests: Sequence[Manifest], evaluations: Sequence[CardEvaluation]) -> str:
     count = max((each.num_rows for each in evaluations), default=0)
     measured = f"Only {count} held-out rows were evaluated" if count else "Nothing was evaluated"
     lengths = [(each.config.get("generation") or {}).get("max_new_tokens") for each in manifests]
-    longest = next(filter(None, lengths), None)
-    cut = f" Completions had at most {longest} tokens in training." if longest else ""
-    return f"## Limits\n\n{measured}; other tasks, languages and safety were not.{cut}\n"
+    longest = next((f" Completions had at most {n} tokens in training." for n in lengths if n), "")
+    return f"## Limits\n\n{measured}; other tasks, languages and safety were not.{longest}\n"
 
 
 def inherited_license(checkpoint: Path) -> str:

@@ -22,5 +22,4 @@ def run_record(history: History, row: RunRow) -> dict[str, Any]:
 
 
 def _record(row: RunRow) -> dict[str, Any]:
-    """Returns a row for JSON, which has no NaN."""
     return {k: "nan" if repr(v) == "nan" else v for k, v in record_of(row).items()}

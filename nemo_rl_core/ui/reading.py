@@ -105,7 +105,7 @@ def readings(
             card.source,
             card.rows[0],
             turns(opening := _opening(card.rows[0])),
-            _answers(card, opening, names, rewards=rewards, advantages=advantages),
+            _answers(card, opening, names, (rewards, advantages)),
             [_bar(reward, rewards) for reward in card.rewards],
             sum(not row["part"] for row in card.rows),
             (others or {}).get(str(card.rows[0]["prompt_id"]), []),
@@ -118,32 +118,30 @@ def _answers(
     card: Card,
     opening: list[dict[str, Any]],
     names: Sequence[str],
-    *,
-    rewards: tuple[float, float],
-    advantages: tuple[float, float],
+    scales: Sequence[tuple[float, float]],
 ) -> list[Answer]:
     branched = {row["sample"] for row in card.rows if row["part"]}
-    of_turns = _scale([reward for row in card.rows for reward in _turn_rewards(row)])
+    scale = _scale([reward for row in card.rows for reward in _turn_rewards(row)])
     answers: list[Answer] = []
     earlier: tuple[object, list[dict[str, Any]]] = (None, [])
     for rows in _folded(card.rows, branched):
         row = rows[0]
-        messages = _messages(row)
+        messages, rewards = _messages(row), _turn_rewards(row)
         start = len(opening) if messages[: len(opening)] == opening else 0
         is_continued = bool(row["part"]) and row["sample"] == earlier[0]
-        shared = _num_shared(messages, earlier[1]) if is_continued else start
+        shared = max(start, _num_shared(messages, earlier[1]) if is_continued else 0)
         earlier = (row["sample"], messages)
-        every = turns(messages, _turn_rewards(row))
+        every = turns(messages, rewards)
         answers.append(
             Answer(
                 row,
                 [each["index"] if each["sample"] is None else each["sample"] for each in rows],
-                _bar(row["reward"], rewards),
-                _bar(row["advantage"], advantages),
+                _bar(row["reward"], scales[0]),
+                _bar(row["advantage"], scales[1]),
                 (row["part"] or 0) + 1 if row["sample"] in branched else None,
                 every[start:shared],
-                every[max(start, shared) :],
-                [_bar(reward, of_turns) for reward in _turn_rewards(row)],
+                every[shared:],
+                [_bar(reward, scale) for reward in rewards],
                 _parts(row["components"], names),
             )
         )
@@ -154,11 +152,10 @@ def _messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the conversation of a row; of one without turns, the prompt and the completion."""
     if messages := messages_of(row["messages"]):
         return messages
-    prompt, completion = row["prompt"], row["completion"]
-    if conversation := messages_of(prompt):
-        return [*conversation, {"role": "assistant", "content": completion}]
-    opening = [] if prompt is None else [{"role": "prompt", "content": prompt}]
-    return [*opening, {"role": "completion", "content": completion}]
+    if conversation := messages_of(row["prompt"]):
+        return [*conversation, {"role": "assistant", "content": row["completion"]}]
+    texts = [{"role": name, "content": row[name]} for name in ("prompt", "completion")]
+    return [each for each in texts if each["content"] is not None]
 
 
 def _opening(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -166,10 +163,9 @@ def _opening(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = _messages(row)
     if not messages_of(row["messages"]):
         return messages[:-1]
-    sampled = sampled_turns(messages, len(_turn_rewards(row))) or [
-        index for index, each in enumerate(messages) if each["role"] == "assistant"
-    ]
-    return messages[: sampled[0]] if sampled else messages
+    roles = [each["role"] for each in messages]
+    first = roles.index("assistant") if "assistant" in roles else len(roles)
+    return messages[: next(iter(sampled_turns(messages, len(_turn_rewards(row)))), first)]
 
 
 def _turn_rewards(row: Mapping[str, Any]) -> list[float]:
@@ -179,7 +175,7 @@ def _turn_rewards(row: Mapping[str, Any]) -> list[float]:
 def _num_shared(messages: Sequence[object], others: Sequence[object]) -> int:
     """Returns how many turns two conversations have in common at their beginning."""
     equal = [one == other for one, other in zip(messages, others, strict=False)]
-    return equal.index(False) if False in equal else len(equal)
+    return [*equal, False].index(False)
 
 
 def part_names(config: Mapping[str, Any]) -> list[str]:

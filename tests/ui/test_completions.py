@@ -129,9 +129,9 @@ def test_turns_of_early_records_have_their_rewards_and_calls_of_tools_apart(tmp_
     (answer,) = read_rows(tmp_path / "step.parquet", [row])
 
     assert [(turn.role, turn.pieces, turn.reward) for turn in answer.turns] == [
-        ("assistant", (Piece("text", "so "), Piece("call", "<tool>add 2 2</tool>")), 0.5),
-        ("tool", (Piece("text", "4"),), None),
-        ("assistant", (Piece("text", "4"),), 1.0),
+        ("assistant", [Piece("text", "so "), Piece("call", "<tool>add 2 2</tool>")], 0.5),
+        ("tool", [Piece("text", "4")], None),
+        ("assistant", [Piece("text", "4")], 1.0),
     ]
     assert answer.parts == [("exact (weight 2)", 1.0), ("tidy (weight 1)", 0.5)]
     assert [(bar.left, bar.width) for bar in answer.turn_rewards] == [(0.0, 50.0), (0.0, 100.0)]
@@ -153,14 +153,14 @@ def test_turns_have_reasoning_calls_and_results_apart(tmp_path: Path) -> None:
     (answer,) = read_rows(tmp_path / "step.parquet", [{"messages": json.dumps(talk)}])
     thinking, call = Piece("thinking", "hm"), Piece("add", "", (("a", "2"), ("why", "so\nit is")))
     assert [turn.pieces for turn in answer.turns] == [
-        (thinking, call),
-        (Piece("text", "4"),),
-        (
+        [thinking, call],
+        [Piece("text", "4")],
+        [
             Piece("thinking", "so"),
             Piece("text", "4"),
             Piece("add", "", (("a", "[2]"),)),
             Piece("add", '{"a": '),
-        ),
+        ],
     ]
     assert [turn.about for turn in answer.turns] == ["", "add, call_1", ""]
 

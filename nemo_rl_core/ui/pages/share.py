@@ -26,6 +26,7 @@ def run(request: Request) -> Response:
     """Returns a run: facts, first curves of each stage, and completions of its last step."""
     history = history_of(request)
     one = history.execution(request.path_params["execution"])
+    cards = _cards(request, one.id)
     page = render(
         request,
         "shared_run.html",
@@ -33,9 +34,9 @@ def run(request: Request) -> Response:
         run=one,
         tab="run",
         charts_data=curves.chart_data(request, one),
-        readings=readings(_cards(request, one.id)),
+        readings=readings(cards),
         numbers=(),
-        searched=None,
+        searched=bool(cards) and cards[0].source.step is not None,
         tokens={},
         is_single=False,
         **executions.overview_content(request, one) | curves.content(request, one),
@@ -50,16 +51,15 @@ def comparison(request: Request) -> Response:
 
 def _cards(request: Request, execution: str) -> list[Card]:
     """Returns the first prompts of the last step of training, or else of the last evaluation."""
-    every = [
+    files = [
         source
         for one in reversed(history_of(request).artifacts_of(execution))
         if completions.has_completions(Path(one.path))
-        for source in completions.sources(one.id, Path(one.path))[:1]
+        for source in completions.sources(one.id, Path(one.path))
     ]
-    for source in sorted(every, key=lambda each: each.step is None)[:1]:
-        cards = completions.select(source, Filter()).cards(0, _PROMPTS)
-        return [card._replace(rows=card.rows[:_ROWS]) for card in cards]
-    return []
+    files.sort(key=lambda each: each.step is None)
+    cards = completions.scan(files, Filter(), limit=_PROMPTS).cards
+    return [card._replace(rows=card.rows[:_ROWS]) for card in cards]
 
 
 def _file(page: Response, name: str) -> Response:
@@ -67,16 +67,14 @@ def _file(page: Response, name: str) -> Response:
     html = bytes(page.body).decode()
     scripts = [(STATIC / path).read_text() for path in _SCRIPT.findall(html)]
     hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in scripts]
-    sources = " ".join(f"'sha256-{each.decode()}'" for each in hashes) or "'none'"
+    sources = " ".join(f"'sha256-{each.decode()}'" for each in hashes)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {sources}"
+    tag = f'<meta http-equiv="content-security-policy" content="{policy}">'
     html = _LINK.sub(r"<span>\1</span>", _SCRIPT.sub("", html))
     html = _STYLE.sub(lambda link: f"<style>{(STATIC / link[1]).read_text()}</style>", html)
-    tag = f'<meta http-equiv="content-security-policy" content="{policy}">'
-    html = html.replace("<head>", f"<head>\n  {tag}", 1)
-    inside = "".join(f"<script>{each}</script>" for each in scripts)
-    head, _, tail = html.rpartition("</body>")
+    head, _, tail = html.replace("<head>", f"<head>\n  {tag}", 1).rpartition("</body>")
     return Response(
-        f"{head}{inside}</body>{tail}",
+        "".join([head, *(f"<script>{each}</script>" for each in scripts), "</body>", tail]),
         media_type="text/html; charset=utf-8",
         headers={"content-disposition": f'attachment; filename="{quote(name, safe="")}.html"'},
     )
