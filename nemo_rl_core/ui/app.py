@@ -26,7 +26,6 @@ from nemo_rl_core.ui.pages import (
     events,
     executions,
     find,
-    json_api,
     models,
     nodes,
     share,
@@ -77,8 +76,8 @@ def create_app(store: Store, *, hosts: Collection[str] = (), token: str = "") ->
     app = Starlette(
         routes=[
             Route("/", executions.index),
-            Route("/runs.json", json_api.runs),
-            Route("/executions/{execution}.json", json_api.run),
+            Route("/runs.json", executions.index),
+            Route("/executions/{execution}.json", executions.as_json),
             Route("/executions/{execution}", executions.overview),
             Route("/executions/{execution}/graph", executions.graph_view),
             Route("/executions/{execution}/nodes", executions.nodes_view),
