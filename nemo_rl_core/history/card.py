@@ -71,8 +71,8 @@ def model_card(
     parts = [
         f"---\n{_front_matter(manifests, model_evaluations, title, license_id)}---\n",
         f"# {title}\n",
-        f"A model{at_step}, {_task(manifests)}. Made by nemo-rl-flow; this card was generated from "
-        "its recorded lineage.\n",
+        f"A model{at_step}, made by nemo-rl-flow {_task(manifests)}. "
+        "This card was generated from its recorded lineage.\n",
         f"License: {license_id or 'not recorded; see those of the base model and the data'}.\n",
         f"Exported: {_cell(exported)}.\n" if exported else "",
         model_usage(checkpoint / "model"),
@@ -126,7 +126,7 @@ def _front_matter(
         base_model=_base_model(manifests),
         datasets=hub or None,
         license=license_id or None,
-        model_name=title,
+        model_name=title if results else None,
         eval_results=results or None,
     )
     return f"{data.to_yaml()}\n"
@@ -150,7 +150,7 @@ def _task(manifests: Sequence[Manifest]) -> str:
     for reward in [each for each in environments if isinstance(each, dict)][:1]:
         text += f", rewarded by `{reward.get('target') or reward.get('kind')}`"
     base = _base_model(manifests)
-    return f"from {text}" + (f", which starts from {base}" if base else "")
+    return f"with {text}" + (f", from {base}" if base else "")
 
 
 def _limits(manifests: Sequence[Manifest], evaluations: Sequence[CardEvaluation]) -> str:

@@ -122,7 +122,7 @@ def test_a_card_has_license_task_limits_curve_and_the_settings_that_matter_first
     card = model_card(last, evaluations=[], license_id="apache-2.0")
     assert yaml.safe_load(card.split("---\n")[1])["license"] == "apache-2.0"
     assert "License: apache-2.0.\n" in card
-    assert "from GRPO on sums.jsonl, rewarded by `my_rewards:number`." in card
+    assert "with GRPO on sums.jsonl, rewarded by `my_rewards:number`." in card
     assert "Nothing was evaluated; other tasks" in card
     assert "at most 24 tokens" in card
     assert "7 tokens; reward 0 `▁▂▅█` 7.\n" in card
