@@ -26,8 +26,8 @@ class Answer:
     Attributes:
         row: The first of them.
         samples: Numbers of all of them.
-        branch: Number among the branches of its episode, from 1; None if there is only one.
-        repeated: Turns after the prompt that the previous branch of the episode has, too.
+        part: Number among the parts of its episode, from 1; None if there is only one.
+        repeated: Turns after the prompt that the previous part of the episode has, too.
         turns: The turns after them.
         turn_rewards: Rewards of the sampled turns.
         parts: Name and value of the parts of the reward.
@@ -37,7 +37,7 @@ class Answer:
     samples: list[int]
     reward: Bar
     advantage: Bar
-    branch: int | None
+    part: int | None
     repeated: list[Turn]
     turns: list[Turn]
     turn_rewards: list[Bar]
@@ -120,11 +120,11 @@ def _answers(
     names: Sequence[str],
     scales: Sequence[tuple[float, float]],
 ) -> list[Answer]:
-    branched = {row["sample"] for row in card.rows if row["part"]}
+    divided = {row["sample"] for row in card.rows if row["part"]}
     scale = _scale([reward for row in card.rows for reward in _turn_rewards(row)])
     answers: list[Answer] = []
     earlier: tuple[object, list[dict[str, Any]]] = (None, [])
-    for rows in _folded(card.rows, branched):
+    for rows in _folded(card.rows, divided):
         row = rows[0]
         messages, rewards = _messages(row), _turn_rewards(row)
         start = len(opening) if messages[: len(opening)] == opening else 0
@@ -138,7 +138,7 @@ def _answers(
                 [each["index"] if each["sample"] is None else each["sample"] for each in rows],
                 _bar(row["reward"], scales[0]),
                 _bar(row["advantage"], scales[1]),
-                (row["part"] or 0) + 1 if row["sample"] in branched else None,
+                (row["part"] or 0) + 1 if row["sample"] in divided else None,
                 every[start:shared],
                 every[shared:],
                 [_bar(reward, scale) for reward in rewards],
@@ -191,13 +191,13 @@ def part_names(config: Mapping[str, Any]) -> list[str]:
 
 
 def _folded(
-    rows: Sequence[dict[str, Any]], branched: Collection[object]
+    rows: Sequence[dict[str, Any]], divided: Collection[object]
 ) -> list[list[dict[str, Any]]]:
-    """Joins rows with the same texts and results, except those of episodes with branches."""
+    """Joins rows with the same texts and results, except those of episodes with several parts."""
     equal: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         parts = (row[name] for name in ("completion", "messages", "reward", "error", "truncated"))
-        episode = row["index"] if row["sample"] in branched else None
+        episode = row["index"] if row["sample"] in divided else None
         key = json.dumps([*parts, row["mode"], episode], default=str)
         equal.setdefault(key, []).append(row)
     return [*equal.values()]

@@ -165,7 +165,7 @@ def test_turns_have_reasoning_calls_and_results_apart(tmp_path: Path) -> None:
     assert [turn.about for turn in answer.turns] == ["", "add, call_1", ""]
 
 
-def test_branches_of_an_episode_are_one_sample_and_repeat_no_turns(tmp_path: Path) -> None:
+def test_parts_of_an_episode_are_one_sample_and_repeat_no_turns(tmp_path: Path) -> None:
     a, b, c, d = ({"role": "assistant", "content": text} for text in "abcd")
     more = {"role": "user", "content": "more"}
     talks = [[ASKED, a, more, b], [ASKED, a, more, c], [ASKED, d]]
@@ -178,7 +178,7 @@ def test_branches_of_an_episode_are_one_sample_and_repeat_no_turns(tmp_path: Pat
     texts = [[turn.pieces[0].text for turn in each.turns] for each in answers]
     assert texts == [["a", "more", "b"], ["c"], ["d"]]
     assert [len(each.repeated) for each in answers] == [0, 2, 0]
-    assert [each.branch for each in answers] == [1, 2, None]
+    assert [each.part for each in answers] == [1, 2, None]
     (card,) = select(Source("x", path), Filter()).cards(0, 1)
     assert card.rewards == [0.0, 1.0]
     assert readings([card])[0].num_rows == 2

@@ -94,10 +94,10 @@ def test_a_shared_file_opens_without_a_server(
 
 
 @pytest.mark.slow
-def test_a_conversation_with_branches_is_accessible(
+def test_a_conversation_in_parts_is_accessible(
     context: BrowserContext, made: RecordedStore, serve, tmp_path: Path
 ) -> None:
-    """Turns, reasoning, calls, results and branches in both themes, with all parts opened."""
+    """Turns, reasoning, calls, results and parts in both themes, with all parts opened."""
     call = {"function": {"name": "add", "arguments": {"a": 2, "text": HOSTILE}}}
     begin = [
         {"role": "user", "content": "2+2?"},
@@ -129,7 +129,7 @@ def test_a_conversation_with_branches_is_accessible(
                 page.goto(f"{address}/artifacts/{artifact}/completions?step=9")
                 page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
                 expect(page.get_by_role("group", name="Call of add").first).to_contain_text("a2")
-                expect(page.get_by_text("2 turns as in branch 1")).to_be_visible()
+                expect(page.get_by_text("2 turns as in part 1")).to_be_visible()
                 assert accessibility_faults(page) == []
                 page.set_viewport_size({"width": 400, "height": 800})
                 assert page.evaluate("document.documentElement.scrollWidth") <= 400

@@ -24,10 +24,11 @@ from nemo_rl_core.history.run_columns import (
     RunRow,
     differing,
     grouped,
+    page_record,
+    run_record,
     shown_settings,
     value_of,
 )
-from nemo_rl_core.history.run_json import page_record, run_record
 from nemo_rl_core.history.run_results import sparkline
 from nemo_rl_core.ui import graph, logs
 from nemo_rl_core.ui.costs import total_cost

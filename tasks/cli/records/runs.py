@@ -17,8 +17,7 @@ from nemo_rl_core.history.labels import set_labels, set_pin
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import State
 from nemo_rl_core.history.results import RunQuery, run_row, run_rows
-from nemo_rl_core.history.run_columns import COLUMNS, RunRow
-from nemo_rl_core.history.run_json import page_record, run_record
+from nemo_rl_core.history.run_columns import COLUMNS, RunRow, page_record, run_record
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.console import console_on
 from tasks.cli.records.names import complete_runs, refuse_ignored

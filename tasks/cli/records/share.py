@@ -30,13 +30,9 @@ def share(runs: tuple[str, ...], output: Path) -> None:
     store = Store.default()
     with History(store) as history:
         rows = [run_row(history, name) for name in runs]
-    scope = {
-        "type": "http",
-        "app": create_app(store),
-        "path_params": {"execution": rows[0].run},
-        "query_string": urlencode([("run", row.id) for row in rows]).encode(),
-    }
+    scope = {"type": "http", "app": create_app(store), "path_params": {"execution": rows[0].run}}
+    query = urlencode([("run", row.id) for row in rows]).encode()
     is_run = len(rows) == 1 and rows[0].node is None
-    page = (pages.run if is_run else pages.comparison)(Request(scope))
+    page = (pages.run if is_run else pages.comparison)(Request({**scope, "query_string": query}))
     output.write_bytes(page.body)
     click.echo(f"wrote {output}: {len(page.body) / 2**20:.1f} MiB")
