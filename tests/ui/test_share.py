@@ -9,10 +9,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 from playwright.sync_api import BrowserContext, Page, expect
 from starlette.testclient import TestClient
 
 from nemo_rl_core.store.store import Store
+from tasks.cli.records.share import share
 from tests.ui.conftest import FIRST, HOSTILE, RERUN, RecordedStore, accessibility_faults
 
 FILES = {"run": f"/executions/{FIRST}/share.html", "comparison": "/compare/share.html"}
@@ -52,6 +54,22 @@ def test_too_many_runs_are_refused_as_one_file(client: TestClient) -> None:
     answer = client.get("/compare/share.html", params={"run": []})
     assert answer.status_code == 503
     assert "1 to 24 runs" in answer.text
+
+
+@pytest.mark.parametrize("runs", [[FIRST], [FIRST, RERUN]])
+def test_the_command_writes_what_the_page_offers(
+    client: TestClient, made: RecordedStore, tmp_path: Path, monkeypatch, runs: list[str]
+) -> None:
+    monkeypatch.setenv("NEMO_RL_HOME", str(made.store.root))
+    done = CliRunner().invoke(share, [*runs, "--output", str(tmp_path / "a.html")])
+    assert re.fullmatch(rf"wrote {tmp_path}/a\.html: 0\.\d MiB\n", done.output)
+    offered = client.get(FILES["run" if len(runs) == 1 else "comparison"], params={"run": runs})
+
+    def timeless(text: str) -> str:  # without the time of writing and "3 min ago"
+        return re.sub(r"[\d-]{10} [\d:]{5,8}|\d+ \w+ ago|[\d.]+ (?:ms|s|min|h)\b", "", text)
+
+    written = (tmp_path / "a.html").read_text()
+    assert timeless(written) == timeless(offered.text)
 
 
 def opened(context: BrowserContext, path: Path) -> tuple[Page, list[str]]:
