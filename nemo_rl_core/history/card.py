@@ -4,12 +4,11 @@ It contains no times and costs, so that a rerun writes the same bytes.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from nemo_rl_core.checkpoints.model_code import code_files
 from nemo_rl_core.config.url_secrets import redacted
@@ -17,8 +16,11 @@ from nemo_rl_core.history.card_evaluations import CardEvaluation
 from nemo_rl_core.history.differences import flat
 from nemo_rl_core.store.ancestry import Ancestor, ancestry_of
 from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.telemetry.curves import sparkline
 
 _SHOWN_SETTINGS = 60
+_LAST_SETTINGS = {"rollouts": 1, "generation": 1, "training": 2, "cluster": 2, "isolation": 2}
+"""Sections that come after others."""
 _TRANSFORMERS = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,6 +50,7 @@ def model_card(
     *,
     evaluations: Sequence[CardEvaluation],
     name: str = "",
+    license_id: str = "",
     reproduce: str = "",
     exported: str = "",
 ) -> str:
@@ -55,6 +58,7 @@ def model_card(
 
     Args:
         name: Title; by default the stage and the content hash.
+        license_id: The hub's id of the license.
         exported: Model of the run that was exported, with the decision about it.
     """
     manifest = Manifest.read(checkpoint)
@@ -64,19 +68,18 @@ def model_card(
     title = name or f"{manifest.stage}, {manifest.content_hash[:8]}"
     # Steps count from the end of the supervised start; step 0 is not mentioned.
     at_step = f" at training step {manifest.step}" if manifest.step else ""
-    front = yaml.safe_dump(
-        _front_matter(manifests, model_evaluations, title), sort_keys=False, allow_unicode=True
-    )
     parts = [
-        f"---\n{front}---\n",
+        f"---\n{_front_matter(manifests, model_evaluations, title, license_id)}---\n",
         f"# {title}\n",
-        f"A model{at_step}, made by nemo-rl-flow. "
+        f"A model{at_step}, made by nemo-rl-flow {_task(manifests)}. "
         "This card was generated from its recorded lineage.\n",
+        f"License: {license_id or 'not recorded; see those of the base model and the data'}.\n",
         f"Exported: {_cell(exported)}.\n" if exported else "",
         model_usage(checkpoint / "model"),
         _data(manifests),
-        _training(manifests),
+        _training(manifests, checkpoint.parent),
         _evaluation(evaluations, manifest),
+        _limits(manifests, model_evaluations),
         _lineage(manifest, ancestors),
         _reproduction(
             manifest, reproduce or f"nemo-rl reproduce {manifest.name or checkpoint.name}"
@@ -93,34 +96,84 @@ def quantized_base(manifest: Manifest) -> str:
 
 
 def _front_matter(
-    manifests: Sequence[Manifest], model_evaluations: Sequence[CardEvaluation], title: str
-) -> dict[str, Any]:
+    manifests: Sequence[Manifest],
+    model_evaluations: Sequence[CardEvaluation],
+    title: str,
+    license_id: str,
+) -> str:
+    from huggingface_hub import EvalResult, ModelCardData
+
+    configs = _data_configs(manifests)
+    dataset = (_data_name(configs[0]), configs[0]["kind"]) if configs else ("", "unknown")
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=dataset[0] if dataset[1] == "hub" else dataset[1],
+            dataset_name=f"held-out prompts of {dataset[0] or 'the recipe'}",
+            metric_type=name.replace("_at_", "@").removeprefix("greedy_"),
+            metric_name=name.replace("_at_", "@").replace("_", " "),
+            metric_value=value,
+        )
+        for each in model_evaluations
+        for name, value in each.manifest.figures.items()
+        if name in ("greedy_accuracy", "accuracy") or re.fullmatch(r"(pass|cons)_at_\d+", name)
+    ]
+    hub = sorted({config["name"] for config in configs if config["kind"] == "hub"})
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["nemo-rl-flow", *_methods(manifests)],
+        base_model=_base_model(manifests),
+        datasets=hub or None,
+        license=license_id or None,
+        model_name=title if results else None,
+        eval_results=results or None,
+    )
+    return f"{data.to_yaml()}\n"
+
+
+def _methods(manifests: Sequence[Manifest]) -> list[str]:
     stages = [each.stage.split()[0] for each in manifests]
-    known_methods = ("sft", "grpo", "ppo", "dpo")
-    methods = [method for method in known_methods if any(method in stage for stage in stages)]
-    front: dict[str, Any] = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["nemo-rl-flow", *methods],
-    }
+    return [name for name in ("sft", "grpo", "ppo", "dpo") if any(name in each for each in stages)]
+
+
+def _data_name(config: Mapping[str, Any]) -> str:
+    return str(config.get("name") or Path(str(config.get("train") or config["kind"])).name)
+
+
+def _task(manifests: Sequence[Manifest]) -> str:
+    """Returns what a model was trained to do, with its methods, data and reward."""
+    text = " and ".join(method.upper() for method in _methods(manifests)) or "no training"
+    if names := dict.fromkeys(map(_data_name, _data_configs(manifests))):
+        text += f" on {_cell(', '.join(names))}"
+    environments = [each.config.get("environment") for each in manifests if each.cost.tokens]
+    for reward in [each for each in environments if isinstance(each, dict)][:1]:
+        text += f", rewarded by `{reward.get('target') or reward.get('kind')}`"
     base = _base_model(manifests)
-    if base:
-        front["base_model"] = base
-    hub = sorted({config["name"] for config in _data_configs(manifests) if config["kind"] == "hub"})
-    if hub:
-        front["datasets"] = hub
-    results = [_result(each.accuracy[0]) for each in model_evaluations if each.accuracy]
-    if results:
-        front["model-index"] = [{"name": title, "results": results}]
-    return front
+    return f"with {text}" + (f", from {base}" if base else "")
 
 
-def _result(accuracy: float) -> dict[str, Any]:
-    return {
-        "task": {"type": "text-generation"},
-        "dataset": {"name": "held-out prompts of the recipe", "type": "held-out"},
-        "metrics": [{"type": "accuracy", "name": "greedy", "value": accuracy}],
-    }
+def _limits(manifests: Sequence[Manifest], evaluations: Sequence[CardEvaluation]) -> str:
+    count = max((each.num_rows for each in evaluations), default=0)
+    measured = f"Only {count} held-out rows were evaluated" if count else "Nothing was evaluated"
+    lengths = [(each.config.get("generation") or {}).get("max_new_tokens") for each in manifests]
+    longest = next((f" Completions had at most {n} tokens in training." for n in lengths if n), "")
+    return f"## Limits\n\n{measured}; other tasks, languages and safety were not.{longest}\n"
+
+
+def inherited_license(checkpoint: Path) -> str:
+    """Returns the license in the card of a base model, if it is on this machine."""
+    from huggingface_hub import ModelCard, try_to_load_from_cache
+
+    manifests = [each.manifest for each in ancestry_of(checkpoint) if each.manifest]
+    models = [each.config.get("model") for each in [Manifest.read(checkpoint), *manifests]]
+    names = [m["name"] for m in models if isinstance(m, dict) and m.get("kind") == "pretrained"]
+    for name in names[:1]:
+        card = Path(name).expanduser() / "README.md"
+        cached = card if card.is_file() else try_to_load_from_cache(name, "README.md")
+        if isinstance(cached, str | Path):
+            return str(ModelCard.load(cached).data.license or "")
+    return ""
 
 
 def _base_model(manifests: Iterable[Manifest]) -> str | None:
@@ -155,7 +208,7 @@ def _settings(config: Any) -> str:
     return _cell(", ".join(options))
 
 
-def _training(manifests: Sequence[Manifest]) -> str:
+def _training(manifests: Sequence[Manifest], store: Path) -> str:
     in_order = _parents_first(manifests)
     trained = [each for each in in_order if each.cost.tokens and each.kind == "checkpoint"]
     lines = ["## Training\n"] if trained else []
@@ -163,7 +216,7 @@ def _training(manifests: Sequence[Manifest]) -> str:
         best = each.choices.get("keep_best", "")
         lines.append(
             f"**{each.stage}**, seed {each.seed}: {each.cost.tokens:,} tokens"
-            f"{f'; the model of {best}' if best else ''}.\n"
+            f"{_curve(store / each.name)}{f'; the model of {best}' if best else ''}.\n"
         )
         if bits := quantized_base(each):
             lines.append(
@@ -172,13 +225,25 @@ def _training(manifests: Sequence[Manifest]) -> str:
             )
     # Iterations of one stage have the same settings.
     for stage, config in {each.stage.split()[0]: each.config for each in trained}.items():
-        settings = list(flat(config).items())
+        settings = [(key, value) for key, value in flat(config).items() if value is not None]
+        settings.sort(key=lambda each: _LAST_SETTINGS.get(each[0].partition(".")[0], 0))
         lines += [f"<details><summary>Settings of {stage}</summary>\n", "| | |", "|---|---|"]
         lines += [f"| {_cell(key)} | {_cell(value)} |" for key, value in settings[:_SHOWN_SETTINGS]]
         if len(settings) > _SHOWN_SETTINGS:
             lines.append(f"| {len(settings) - _SHOWN_SETTINGS} more | in the manifest |")
         lines.append("\n</details>\n")
     return "\n".join(lines)
+
+
+def _curve(artifact: Path) -> str:
+    """Returns the curve of the reward or the loss of an artifact as text, if it is recorded."""
+    path = artifact / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    steps = [json.loads(line)["metrics"] for line in lines]
+    for name in ("reward", "loss"):
+        if values := [step[name] for step in steps if name in step]:
+            return f"; {name} {values[0]:.3g} `{sparkline(values)}` {values[-1]:.3g}"
+    return ""
 
 
 def _parents_first(manifests: Sequence[Manifest]) -> list[Manifest]:

@@ -3,13 +3,14 @@
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from nemo_rl_core.history.differences import MISSING
 from nemo_rl_core.history.labels import NO_LABELS, Labels
-from nemo_rl_core.history.records import State, point_label
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.records import Page, State, point_label
 from nemo_rl_core.history.run_results import NO_RESULTS, Accuracy, RunResults, gain
 from nemo_rl_core.history.run_settings import differing_settings, setting_value
 
@@ -226,3 +227,20 @@ def record_of(row: RunRow) -> dict[str, Any]:
         "stages": results.stages,
         "cached": results.cached,
     }
+
+
+def page_record(page: Page[RunRow]) -> dict[str, Any]:
+    """Returns a list of runs with their settings and results, for JSON."""
+    items = [{**_without_nan(row), "settings": dict(row.settings)} for row in page.items]
+    counts = {"total": page.total, "offset": page.offset, "limit": page.limit}
+    return {"items": items, **counts, "damaged": page.damaged}
+
+
+def run_record(history: History, row: RunRow) -> dict[str, Any]:
+    """Returns a run or a point of a sweep with its nodes, for JSON."""
+    nodes = [asdict(node) for node in history.nodes(row.run) if row.has(node.point)]
+    return {**asdict(history.execution(row.run)), **_without_nan(row), "nodes": nodes}
+
+
+def _without_nan(row: RunRow) -> dict[str, Any]:
+    return {k: "nan" if repr(v) == "nan" else v for k, v in record_of(row).items()}

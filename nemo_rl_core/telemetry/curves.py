@@ -4,6 +4,7 @@ import html
 import math
 import unicodedata
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 _WIDTH, _HEIGHT = 420, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 408, 28, 176
@@ -11,6 +12,26 @@ _MAX_CHARACTERS = 400
 _COLORS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df", "#bf8700", "#0a7ea4", "#bf3989", "#57606a")
 
 _Point = tuple[float, float]
+_BARS, _NUM_BARS = "▁▂▃▄▅▆▇█", 24
+
+
+def sparkline(values: Sequence[float], width: int = _NUM_BARS) -> str:
+    """Draws values as bars from the lowest to the highest; more than `width` are averaged.
+
+    Example:
+        >>> sparkline([0.0, 1.0, 3.5, 7.0]), sparkline([2.0, 2.0, 4.0, 4.0], width=2)
+        ('▁▂▅█', '▁█')
+    """
+    count = min(width, len(values))
+    bounds = [len(values) * index // count for index in range(count + 1)] if count else []
+    parts = [values[start:end] for start, end in pairwise(bounds)]
+    means = [sum(part) / len(part) for part in parts]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        _BARS[round((mean - low) * scale)] if math.isfinite(mean) else " " for mean in means
+    )
 
 
 def curve_svg(title: str, xs: Sequence[float], ys: Sequence[float]) -> str:

@@ -28,6 +28,7 @@ from nemo_rl_core.ui.pages import (
     find,
     models,
     nodes,
+    share,
 )
 from nemo_rl_core.ui.server import EVENTS
 from nemo_rl_core.ui.templating import STATIC, render_message
@@ -70,11 +71,13 @@ class HistorySource:
         return status.st_dev, status.st_ino
 
 
-def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
+def create_app(store: Store, *, hosts: Collection[str] = (), token: str = "") -> Starlette:
     """Builds the application that shows a store, at `localhost`, IP addresses and `hosts`."""
     app = Starlette(
         routes=[
             Route("/", executions.index),
+            Route("/runs.json", executions.index),
+            Route("/executions/{execution}.json", executions.as_json),
             Route("/executions/{execution}", executions.overview),
             Route("/executions/{execution}/graph", executions.graph_view),
             Route("/executions/{execution}/nodes", executions.nodes_view),
@@ -84,6 +87,7 @@ def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
             Route("/executions/{execution}/curves.csv", curves.as_csv),
             Route(EVENTS, events.events),
             Route("/executions/{execution}/log", executions.log),
+            Route("/executions/{execution}/share.html", share.run),
             Route("/nodes/{node:int}", nodes.node),
             Route("/nodes/{node:int}/deck", nodes.deck),
             Route("/find", find.find),
@@ -93,9 +97,10 @@ def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
             Route("/artifacts/{artifact}/completions", completions.completions_view),
             Route("/artifacts/{artifact}/files/{path:path}", artifacts.file),
             Route("/compare", compare.compare),
+            Route("/compare/share.html", share.comparison),
             Mount("/static", _Static(directory=STATIC)),
         ],
-        middleware=[Middleware(Guard, hosts=hosts)],
+        middleware=[Middleware(Guard, hosts=hosts, token=token)],
         exception_handlers={
             HTTPException: _not_found,
             NotRecordedError: _not_recorded,

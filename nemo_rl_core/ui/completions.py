@@ -29,7 +29,8 @@ _TEXTS = ("prompt", "completion")
 _FILTERED = ("prompt_id", "group", "mode", "reward", "correct", "truncated", "error")
 _TURNS = ("turn_rewards", "components", "messages")
 _TOKENS = ("completion_ids", "logprobs", "generated", "weight_versions")
-_SHOWN = (*_FILTERED, *_TEXTS, *_TURNS, "sample", "category", "answer", "extracted", "advantage")
+_OTHERS = ("sample", "part", "category", "answer", "extracted", "advantage")
+_SHOWN = (*_FILTERED, *_TEXTS, *_TURNS, *_OTHERS)
 _NUMBERS = ("reward", "advantage")
 
 ONLY = ("correct", "wrong", "truncated", "error")
@@ -76,7 +77,7 @@ class Card(NamedTuple):
 
     Attributes:
         rows: Rows that pass the filter.
-        rewards: Rewards of all rows of the prompt, in the order of the file.
+        rewards: Rewards of all episodes of the prompt, in the order of the file.
     """
 
     source: Source
@@ -91,6 +92,7 @@ class Selection:
     Attributes:
         rewards: Reward of each row of the file; NaN without one.
         codes: Number of the prompt of each row of the file, by first appearance.
+        firsts: Whether each row of the file is the only or the first part of its episode.
         passing: Indices of the rows that pass, prompt by prompt.
         starts: Position in `passing` of the first row of each prompt, in order of display.
         ends: Position after the last row of each prompt.
@@ -99,6 +101,7 @@ class Selection:
     source: Source
     rewards: "np.ndarray[Any, Any]"
     codes: "np.ndarray[Any, Any]"
+    firsts: "np.ndarray[Any, Any]"
     passing: "np.ndarray[Any, Any]"
     starts: "np.ndarray[Any, Any]"
     ends: "np.ndarray[Any, Any]"
@@ -118,7 +121,8 @@ class Selection:
         rows = iter(_load(self.source.path, indices, (*_SHOWN, *(_TOKENS if tokens else ()))))
         cards = []
         for part in parts:
-            rewards = self.rewards[self.codes == self.codes[part[0]]].tolist()
+            group = self.firsts & (self.codes == self.codes[part[0]])
+            rewards = self.rewards[group].tolist()
             finite = [None if math.isnan(reward) else reward for reward in rewards]
             cards.append(Card(self.source, [next(rows) for _ in part], finite))
         return cards
@@ -192,10 +196,12 @@ def select(source: Source, row_filter: Filter) -> Selection:
         table = file.read(needed, use_threads=threads)
         passing = np.flatnonzero(_mask(table, row_filter, num_rows))
         if not len(passing):
-            return Selection(source, np.full(num_rows, np.nan), np.arange(num_rows), *[passing] * 3)
+            unread = (np.full(num_rows, np.nan), np.arange(num_rows), np.ones(num_rows, bool))
+            return Selection(source, *unread, *[passing] * 3)
         keys = [name for name in ("group", "prompt_id") if name in names]
-        table = file.read([*keys[:1], *({"reward"} & {*names})], use_threads=threads)
+        table = file.read([*keys[:1], *({"reward", "part"} & {*names})], use_threads=threads)
         codes, rewards = _codes(table, num_rows), _numbers(table, "reward", num_rows)
+        firsts = ~(_numbers(table, "part", num_rows) > 0)
     passing = passing[np.argsort(codes[passing], kind="stable")]
     groups = codes[passing]
     if row_filter.order in ("best", "worst"):
@@ -207,7 +213,7 @@ def select(source: Source, row_filter: Filter) -> Selection:
     if row_filter.order in ("best", "worst"):
         order = np.argsort(ranks[passing[starts]], kind="stable")
         starts, ends = starts[order], ends[order]
-    return Selection(source, rewards, codes, passing, starts, ends)
+    return Selection(source, rewards, codes, firsts, passing, starts, ends)
 
 
 def scan(

@@ -1,16 +1,19 @@
 """Middleware that checks every request and restricts what a browser may do with the response.
 
-The page has no login, because it listens only on this machine. Two things could still reach it
-from outside: another site in the same browser, and a name that is rebound to 127.0.0.1. The first
-cannot embed or read a page; the second is refused by its Host header.
+By default the page has no login, because it listens only on this machine. Two things could still
+reach it from outside: another site in the same browser, and a name that is rebound to 127.0.0.1.
+The first cannot embed or read a page; the second is refused by its Host header.
 """
 
+import hmac
 import ipaddress
 import logging
 from collections.abc import Collection
+from urllib.parse import quote, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
@@ -34,12 +37,18 @@ HEADERS = {
     "cache-control": "no-store",
 }
 
+COOKIE = "nemo_rl_token"
+
 
 class Guard:
-    """ASGI middleware: only GET and HEAD, only known hosts, strict headers on every response."""
+    """ASGI middleware: only GET and HEAD, only known hosts, strict headers on every response.
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str] = ()) -> None:
-        self._app = app
+    Args:
+        token: Secret that every request must have; none is needed if it is empty.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str] = (), token: str = "") -> None:
+        self._app, self._token = app, token
         self._hosts = frozenset({"localhost", *(host.lower() for host in hosts)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,7 +80,7 @@ class Guard:
             answer = PlainTextResponse("This page failed; see the terminal for the reason.\n", 500)
             await answer(scope, receive, send_guarded)
 
-    def _refusal(self, scope: Scope) -> PlainTextResponse | None:
+    def _refusal(self, scope: Scope) -> Response | None:
         host = Headers(scope=scope).get("host", "")
         if not self._is_allowed(host):
             return PlainTextResponse(
@@ -85,7 +94,25 @@ class Guard:
                 status_code=405,
                 headers={"allow": "GET, HEAD"},
             )
-        return None
+        return self._login(Request(scope)) if self._token else None
+
+    def _login(self, request: Request) -> Response | None:
+        """Keeps a token of the address in a cookie; refuses requests without a valid one."""
+        if self._is_token(request.query_params.get("token", "")):
+            rest = [pair for pair in request.query_params.multi_items() if pair[0] != "token"]
+            path = "/" + quote(request.url.path.lstrip("/"))  # two slashes would be another host
+            answer = RedirectResponse(f"{path}?{urlencode(rest)}" if rest else path, 303)
+            is_secure = request.url.scheme == "https"
+            answer.set_cookie(COOKIE, self._token, secure=is_secure, httponly=True, samesite="lax")
+            return answer
+        sent = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_token(sent) or self._is_token(request.cookies.get(COOKIE, "")):
+            return None
+        text = "A token is needed: add ?token=TOKEN to the address, or send it as a bearer token.\n"
+        return PlainTextResponse(text, 401, headers={"www-authenticate": "Bearer"})
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(), self._token.encode())
 
     def _is_allowed(self, header: str) -> bool:
         host = header.lower()

@@ -2,14 +2,12 @@
 
 import json
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_core.ui.completions import Card, Source
-
-_CALL = re.compile(r"(<(tool|tool_call)>.*?</\2>)", re.DOTALL)
+from nemo_rl_core.ui.turns import Turn, messages_of, sampled_turns, turns
 
 
 @dataclass(frozen=True)
@@ -22,21 +20,16 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A message of a conversation: texts, each with whether it is a call of a tool."""
-
-    role: str
-    pieces: list[tuple[str, bool]]
-    reward: float | None = None
-
-
-@dataclass(frozen=True)
 class Answer:
     """Equal completions of one prompt.
 
     Attributes:
         row: The first of them.
         samples: Numbers of all of them.
+        part: Number among the parts of its episode, from 1; None if there is only one.
+        repeated: Turns after the prompt that the previous part of the episode has, too.
+        turns: The turns after them.
+        turn_rewards: Rewards of the sampled turns.
         parts: Name and value of the parts of the reward.
     """
 
@@ -44,8 +37,17 @@ class Answer:
     samples: list[int]
     reward: Bar
     advantage: Bar
+    part: int | None
+    repeated: list[Turn]
     turns: list[Turn]
+    turn_rewards: list[Bar]
     parts: list[tuple[str, float]]
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls of tools in `turns`."""
+        pieces = [piece for turn in self.turns for piece in turn.pieces]
+        return sum(piece.kind not in ("text", "thinking") for piece in pieces)
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,14 @@ class PromptReading:
     """A prompt with its answers.
 
     Attributes:
+        opening: Turns of the prompt.
         strip: A bar for the reward of every sample, also of those that do not pass the filter.
         others: Completions of the same prompt in the evaluation that is compared.
     """
 
     source: Source
     first: dict[str, Any]
+    opening: list[Turn]
     answers: list[Answer]
     strip: list[Bar]
     num_rows: int
@@ -69,6 +73,11 @@ class PromptReading:
         """Mean reward of all samples; None without a reward."""
         rewards = [bar.value for bar in self.strip if bar.value is not None]
         return sum(rewards) / len(rewards) if rewards else None
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether an answer has several turns."""
+        return any(len(answer.turns) + len(answer.repeated) > 1 for answer in self.answers)
 
     @property
     def is_equal(self) -> bool:
@@ -95,23 +104,78 @@ def readings(
         PromptReading(
             card.source,
             card.rows[0],
-            [
-                Answer(
-                    rows[0],
-                    [row["sample"] if row["sample"] is not None else row["index"] for row in rows],
-                    _bar(rows[0]["reward"], rewards),
-                    _bar(rows[0]["advantage"], advantages),
-                    _turns(rows[0]),
-                    _parts(rows[0]["components"], names),
-                )
-                for rows in _folded(card.rows)
-            ],
+            turns(opening := _opening(card.rows[0])),
+            _answers(card, opening, names, (rewards, advantages)),
             [_bar(reward, rewards) for reward in card.rewards],
-            len(card.rows),
+            sum(not row["part"] for row in card.rows),
             (others or {}).get(str(card.rows[0]["prompt_id"]), []),
         )
         for card in cards
     ]
+
+
+def _answers(
+    card: Card,
+    opening: list[dict[str, Any]],
+    names: Sequence[str],
+    scales: Sequence[tuple[float, float]],
+) -> list[Answer]:
+    divided = {row["sample"] for row in card.rows if row["part"]}
+    scale = _scale([reward for row in card.rows for reward in _turn_rewards(row)])
+    answers: list[Answer] = []
+    earlier: tuple[object, list[dict[str, Any]]] = (None, [])
+    for rows in _folded(card.rows, divided):
+        row = rows[0]
+        messages, rewards = _messages(row), _turn_rewards(row)
+        start = len(opening) if messages[: len(opening)] == opening else 0
+        is_continued = bool(row["part"]) and row["sample"] == earlier[0]
+        shared = max(start, _num_shared(messages, earlier[1]) if is_continued else 0)
+        earlier = (row["sample"], messages)
+        every = turns(messages, rewards)
+        answers.append(
+            Answer(
+                row,
+                [each["index"] if each["sample"] is None else each["sample"] for each in rows],
+                _bar(row["reward"], scales[0]),
+                _bar(row["advantage"], scales[1]),
+                (row["part"] or 0) + 1 if row["sample"] in divided else None,
+                every[start:shared],
+                every[shared:],
+                [_bar(reward, scale) for reward in rewards],
+                _parts(row["components"], names),
+            )
+        )
+    return answers
+
+
+def _messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the conversation of a row; of one without turns, the prompt and the completion."""
+    if messages := messages_of(row["messages"]):
+        return messages
+    if conversation := messages_of(row["prompt"]):
+        return [*conversation, {"role": "assistant", "content": row["completion"]}]
+    texts = [{"role": name, "content": row[name]} for name in ("prompt", "completion")]
+    return [each for each in texts if each["content"] is not None]
+
+
+def _opening(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the turns before the first sampled one."""
+    messages = _messages(row)
+    if not messages_of(row["messages"]):
+        return messages[:-1]
+    roles = [each["role"] for each in messages]
+    first = roles.index("assistant") if "assistant" in roles else len(roles)
+    return messages[: next(iter(sampled_turns(messages, len(_turn_rewards(row)))), first)]
+
+
+def _turn_rewards(row: Mapping[str, Any]) -> list[float]:
+    return row["turn_rewards"] or []
+
+
+def _num_shared(messages: Sequence[object], others: Sequence[object]) -> int:
+    """Returns how many turns two conversations have in common at their beginning."""
+    equal = [one == other for one, other in zip(messages, others, strict=False)]
+    return [*equal, False].index(False)
 
 
 def part_names(config: Mapping[str, Any]) -> list[str]:
@@ -126,12 +190,16 @@ def part_names(config: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def _folded(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Joins rows with the same texts and results."""
+def _folded(
+    rows: Sequence[dict[str, Any]], divided: Collection[object]
+) -> list[list[dict[str, Any]]]:
+    """Joins rows with the same texts and results, except those of episodes with several parts."""
     equal: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         parts = (row[name] for name in ("completion", "messages", "reward", "error", "truncated"))
-        equal.setdefault(json.dumps([*parts, row["mode"]], default=str), []).append(row)
+        episode = row["index"] if row["sample"] in divided else None
+        key = json.dumps([*parts, row["mode"], episode], default=str)
+        equal.setdefault(key, []).append(row)
     return [*equal.values()]
 
 
@@ -148,34 +216,6 @@ def _bar(value: float | None, scale: tuple[float, float]) -> Bar:
     span = high / 2 - low / 2
     zero, end = (100 * (edge / 2 - low / 2) / span for edge in (0.0, value))
     return Bar(value, round(min(zero, end), 1), round(abs(end - zero), 1))
-
-
-def _turns(row: Mapping[str, Any]) -> list[Turn]:
-    messages = row["messages"]
-    if not isinstance(messages, list):
-        return []
-    rewards = row["turn_rewards"] or []
-    num_turns = sum(message.get("role") == "assistant" for message in messages)
-    remaining = iter(rewards if len(rewards) == num_turns else [])
-    return [
-        Turn(
-            str(message.get("role")),
-            _pieces(message),
-            next(remaining, None) if message.get("role") == "assistant" else None,
-        )
-        for message in messages
-    ]
-
-
-def _pieces(message: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    text, calls = str(message.get("content")), message.get("tool_calls")
-    # Each match has two groups: the call with its marks, and the name of the mark.
-    split = _CALL.split(text)
-    pieces = [piece for index, piece in enumerate(split) if index % 3 != 2 and piece.strip()]
-    return [(piece, _CALL.fullmatch(piece) is not None) for piece in pieces] + [
-        (json.dumps(call.get("function"), ensure_ascii=False), True)
-        for call in (calls if isinstance(calls, list) else [])
-    ] or [(text, False)]
 
 
 def _parts(components: object, names: Sequence[str]) -> list[tuple[str, float]]:

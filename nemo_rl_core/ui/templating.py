@@ -32,6 +32,7 @@ def render(
         .render(
             {
                 "section": "",
+                "shared": False,
                 "store": request.app.state.source.store.root,
                 "now": time.time(),
                 "live_seconds": _LIVE_SECONDS if live else 0,

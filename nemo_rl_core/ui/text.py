@@ -7,6 +7,8 @@ import unicodedata
 from datetime import UTC, datetime
 from typing import Any
 
+from nemo_rl_core.ui.turns import messages_of, plain
+
 # Everything except printable ASCII, line feed and tab is checked; most of it is harmless.
 _SUSPECT = re.compile(r"[^\x20-\x7e\n\t]")
 _ANNOTATED = re.compile(r"Annotated\[([\w.]+), <[^>]*>\]")
@@ -124,9 +126,9 @@ def number(value: object) -> str:
 
 
 def readable(value: Any) -> str:
-    """Formats a JSON value with indentation; returns strings unchanged."""
+    """Formats a conversation by turns and JSON with indentation; other texts are unchanged."""
     if isinstance(value, str):
-        return value
+        return plain(messages) if (messages := messages_of(value)) else value
     return json.dumps(value, indent=2, ensure_ascii=False, default=str)
 
 

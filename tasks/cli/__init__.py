@@ -43,6 +43,7 @@ GROUPS: Groups = {
         "metrics": ("tasks.cli.records.metrics:metrics", "Show the metrics of a run by step."),
         "logs": ("tasks.cli.records.logs:logs", "Show or follow the log of a run."),
         "ui": ("tasks.cli.records.ui:ui", "Serve the page of the runs on this machine."),
+        "share": ("tasks.cli.records.share:share", "Write a run or a comparison as an HTML file."),
         "rollouts": (
             "tasks.cli.records.rollouts:rollouts",
             "Show the recorded rollouts of a training.",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import BrowserContext, sync_playwright
+from playwright.sync_api import BrowserContext, Page, sync_playwright
 from starlette.testclient import TestClient
 
 from nemo_rl_core.evals.rows import save_eval_rows
@@ -275,6 +275,18 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContex
         )
         yield context
         context.close()
+
+
+def accessibility_faults(page: Page) -> list[str]:
+    """Returns elements that break axe's rules, by rule."""
+    # Through DevTools, which the page's policy does not restrict.
+    page.evaluate((Path(__file__).parent / "vendor" / "axe.min.js").read_text())
+    report = page.evaluate("axe.run(document, {iframes: false})")
+    return [
+        f"{rule['id']}: {node['html'][:200]}"
+        for rule in report["violations"]
+        for node in rule["nodes"]
+    ]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
@@ -14,6 +13,7 @@ from nemo_rl_core.history.records import Execution, Node
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.store.manifest import Manifest, ParentRef
 from nemo_rl_core.store.store import Store
+from tests.ui.conftest import accessibility_faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("chromium")]
 
@@ -108,14 +108,7 @@ def test_a_page_is_accessible_and_logs_no_errors(
     page.goto(address + pages[name])
     page.wait_for_timeout(300)
 
-    # Through DevTools, which the page's policy does not restrict.
-    page.evaluate((Path(__file__).parent / "vendor" / "axe.min.js").read_text())
-    report = page.evaluate("axe.run(document, {iframes: false})")
-    broken = [
-        f"{rule['id']}: {node['html'][:200]}"
-        for rule in report["violations"]
-        for node in rule["nodes"]
-    ]
+    broken = accessibility_faults(page)
     assert not broken, "\n".join(broken)
     assert [text for text in messages if "404" not in text] == []
 

@@ -1,5 +1,6 @@
 """Selection, grouping and display of completions, on files that the record's writers wrote."""
 
+import json
 import time
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import torch
 from nemo_rl_core.rollouts.records import save_rollouts
 from nemo_rl_core.types import Completion, Prompt, Rollout
 from nemo_rl_core.ui.completions import Filter, Source, changes, scan, select, sources
-from nemo_rl_core.ui.reading import part_names, readings
+from nemo_rl_core.ui.reading import Answer, part_names, readings
 from nemo_rl_core.ui.tokens import tokens
+from nemo_rl_core.ui.turns import Piece, messages_of
 from tests.benchmarks.machine import loop_seconds
 
 REWARDS = {"a": [0.0, 1.0, 1.0], "b": [None, -1.0, 0.5], "c": [0.25, 0.25, 0.25]}
@@ -104,38 +106,87 @@ def test_equal_completions_are_one_answer(tmp_path: Path) -> None:
     assert [answer.samples for answer in one.answers] == [[0, 1, 3]]
 
 
-def test_turns_have_their_rewards_and_calls_of_tools_apart(tmp_path: Path) -> None:
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    talk = (
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": "so <tool>add 2 2</tool>"},
-        {"role": "tool", "content": "4"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    )
-    row = rollout(
-        "a",
-        0,
-        0,
-        1.5,
-        messages=(*talk, {"role": "assistant", "content": "4"}),
-        turn_rewards=(0.5, 0.0, 1.0),
-        components=(1.0, 0.5),
-    )
-    save_rollouts([row], tmp_path / "step.parquet")
-    parts = [{"weight": 2, "environment": {"kind": "exact"}}]
-    parts.append({"weight": 1.0, "environment": {"kind": "function", "target": "m:tidy"}})
-    names = part_names({"environment": {"kind": "weighted_sum", "parts": parts}})
-    cards = select(Source("x", tmp_path / "step.parquet"), Filter()).cards(0, 1)
-    (answer,) = readings(cards, names=names)[0].answers
+def read_rows(path: Path, rows: list[dict]) -> list[Answer]:
+    """Writes rows of one prompt, and reads them as the page does."""
+    filled = {"group": 0, "prompt": "2+2?", "prompt_id": "a", "sample": 0, "reward": 1.5}
+    pq.write_table(pa.Table.from_pylist([filled | row for row in rows]), path)
+    names = part_names({"environment": {"kind": "weighted_sum", "parts": PARTS}})
+    (reading,) = readings(select(Source("x", path), Filter()).cards(0, 1), names=names)
+    assert [[piece.text for piece in turn.pieces] for turn in reading.opening] == [["2+2?"]]
+    return reading.answers
+
+
+PARTS = [
+    {"weight": 2, "environment": {"kind": "exact"}},
+    {"weight": 1.0, "environment": {"kind": "function", "target": "m:tidy"}},
+]
+
+
+def test_turns_of_early_records_have_their_rewards_and_calls_of_tools_apart(tmp_path: Path) -> None:
+    talk = [("user", "2+2?"), ("assistant", "so <tool>add 2 2</tool>"), ("tool", "4")]
+    messages = [{"role": role, "content": text} for role, text in [*talk, ("assistant", "4")]]
+    row = {"messages": messages, "turn_rewards": [0.5, 1.0], "components": [1.0, 0.5]}
+    (answer,) = read_rows(tmp_path / "step.parquet", [row])
 
     assert [(turn.role, turn.pieces, turn.reward) for turn in answer.turns] == [
-        ("user", [("2+2?", False)], None),
-        ("assistant", [("so ", False), ("<tool>add 2 2</tool>", True)], 0.5),
-        ("tool", [("4", False)], None),
-        ("assistant", [('{"name": "add", "arguments": {"a": 2}}', True)], 0.0),
-        ("assistant", [("4", False)], 1.0),
+        ("assistant", [Piece("text", "so "), Piece("call", "<tool>add 2 2</tool>")], 0.5),
+        ("tool", [Piece("text", "4")], None),
+        ("assistant", [Piece("text", "4")], 1.0),
     ]
     assert answer.parts == [("exact (weight 2)", 1.0), ("tidy (weight 1)", 0.5)]
+    assert [(bar.left, bar.width) for bar in answer.turn_rewards] == [(0.0, 50.0), (0.0, 100.0)]
+
+
+ASKED = {"role": "user", "content": "2+2?"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "why": "so\nit is"}}}
+
+
+def test_turns_have_reasoning_calls_and_results_apart(tmp_path: Path) -> None:
+    text_call = {"function": {"name": "add", "arguments": '{"a": [2]}'}}
+    broken = {"function": {"name": "add", "arguments": '{"a": '}}
+    talk = [
+        ASKED,
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]},
+        {"role": "tool", "content": "4", "tool_call_id": "call_1", "name": "add"},
+        {"role": "assistant", "content": "<think>so</think>4", "tool_calls": [text_call, broken]},
+    ]
+    (answer,) = read_rows(tmp_path / "step.parquet", [{"messages": json.dumps(talk)}])
+    thinking, call = Piece("thinking", "hm"), Piece("add", "", (("a", "2"), ("why", "so\nit is")))
+    assert [turn.pieces for turn in answer.turns] == [
+        [thinking, call],
+        [Piece("text", "4")],
+        [
+            Piece("thinking", "so"),
+            Piece("text", "4"),
+            Piece("add", "", (("a", "[2]"),)),
+            Piece("add", '{"a": '),
+        ],
+    ]
+    assert [turn.about for turn in answer.turns] == ["", "add, call_1", ""]
+
+
+def test_parts_of_an_episode_are_one_sample_and_repeat_no_turns(tmp_path: Path) -> None:
+    a, b, c, d = ({"role": "assistant", "content": text} for text in "abcd")
+    more = {"role": "user", "content": "more"}
+    talks = [[ASKED, a, more, b], [ASKED, a, more, c], [ASKED, d]]
+    rows = [
+        {"messages": json.dumps(talk), "sample": sample, "part": part, "reward": float(sample)}
+        for talk, (sample, part) in zip(talks, [(0, 0), (0, 1), (1, 0)], strict=True)
+    ]
+    path = tmp_path / "step.parquet"
+    answers = read_rows(path, rows)
+    texts = [[turn.pieces[0].text for turn in each.turns] for each in answers]
+    assert texts == [["a", "more", "b"], ["c"], ["d"]]
+    assert [len(each.repeated) for each in answers] == [0, 2, 0]
+    assert [each.part for each in answers] == [1, 2, None]
+    (card,) = select(Source("x", path), Filter()).cards(0, 1)
+    assert card.rewards == [0.0, 1.0]
+    assert readings([card])[0].num_rows == 2
+
+
+@pytest.mark.parametrize("odd", ["[1, 2]", "[" * 100_000, '[{"content": 1}]', "[]", "{}", None, 5])
+def test_other_values_are_no_conversation(odd: object) -> None:
+    assert messages_of(odd) == []
 
 
 def test_tokens_are_tinted_by_probability_mask_and_version(source: Source, tmp_path: Path) -> None:

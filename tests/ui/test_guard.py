@@ -1,9 +1,12 @@
 """Requests that the page refuses, and headers of its responses."""
 
 import pytest
+from click.testing import CliRunner
 from starlette.testclient import TestClient
 
 from nemo_rl_core.ui.app import create_app
+from tasks.cli.records.ui import ui
+from tests.ui.conftest import FIRST
 
 
 @pytest.mark.parametrize(
@@ -73,3 +76,60 @@ def test_a_binary_file_is_downloaded_not_shown(client: TestClient, made) -> None
     assert "attachment" in client.get(f"{base}/rows.parquet").headers["content-disposition"]
     deck = client.get(f"{base}/deck.html")
     assert deck.headers["content-type"] == "text/plain; charset=utf-8"
+
+
+TOKEN = "a-secret-of-16.."
+EVERY_ROUTE = ["/", "/executions/none", "/executions/none/curves.json", "/events", "/compare"]
+
+
+@pytest.fixture
+def closed(made) -> TestClient:
+    """A page with a token; redirects are not followed."""
+    app = create_app(made.store, token=TOKEN)
+    return TestClient(app, base_url="http://127.0.0.1", follow_redirects=False)
+
+
+@pytest.mark.parametrize("path", [*EVERY_ROUTE, "/static/style.css", "/nope"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": TOKEN[:-1]},
+        {"authorization": f"Bearer {TOKEN}x"},
+        {"cookie": f"nemo_rl_token={TOKEN[:-1]}"},
+        {"cookie": "nemo_rl_token=\xff"},
+    ],
+)
+def test_nothing_is_answered_without_the_token(closed, path: str, headers: dict) -> None:
+    answer = closed.get(path, headers={k: v.encode("latin-1") for k, v in headers.items()})
+    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+    assert closed.get(f"{path}?token={TOKEN[:-1]}").status_code == 401
+    assert "set-cookie" not in answer.headers
+
+
+def test_a_bearer_token_opens_pages_and_json(closed) -> None:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    assert closed.get("/", headers=headers).status_code == 200
+    data = closed.get(f"/executions/{FIRST}/curves.json", headers=headers)
+    assert data.json()["state"] == "succeeded"
+    assert closed.head("/events", headers=headers).status_code == 200
+
+
+def test_a_token_in_the_address_becomes_a_cookie(closed) -> None:
+    answer = closed.get(f"/compare?run=a%26b&token={TOKEN}&metric=x")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/compare?run=a%26b&metric=x")
+    cookie = answer.headers["set-cookie"]
+    assert cookie == f"nemo_rl_token={TOKEN}; HttpOnly; Path=/; SameSite=lax"
+    assert closed.get("/").status_code == 200  # the client has the cookie
+    assert closed.get("/events", headers={"cookie": ""}).status_code == 401
+
+
+def test_a_token_leads_to_no_other_host(closed) -> None:
+    answer = closed.get(f"http://127.0.0.1//evil.example/x?token={TOKEN}")
+    assert answer.headers["location"] == "/evil.example/x"
+
+
+def test_a_weak_token_is_refused() -> None:
+    result = CliRunner().invoke(ui, ["--token", "short"])
+    assert result.exit_code == 2
+    assert "more letters, digits" in result.output

@@ -1,4 +1,4 @@
-"""docs/gpus.md: each point that would stop a run on GPUs names an existing test."""
+"""docs/gpu-checks.md: each point that would stop a run on GPUs names an existing test."""
 
 import ast
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tests.documents import REPOSITORY
 
-PAGE = (REPOSITORY / "docs" / "gpus.md").read_text()
+PAGE = (REPOSITORY / "docs" / "gpu-checks.md").read_text()
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 NUM_POINTS, NUM_DEFAULTS = 15, 14
 

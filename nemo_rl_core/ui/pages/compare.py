@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.sweep import summarize
 from nemo_rl_core.history.differences import MISSING, differences
 from nemo_rl_core.history.queries import History
@@ -37,8 +38,12 @@ _PROMPTS = 10
 _MOST_AXES = 6
 
 
-def compare(request: Request) -> Response:
-    """Compares settings, evaluations, curves and completions of runs."""
+def compare(request: Request, *, shared: bool = False) -> Response:
+    """Compares settings, evaluations, curves and completions of runs.
+
+    Args:
+        shared: Whether the page will be a single file.
+    """
     if request.app.state.source.is_empty():
         text = "This store has no runs yet. Run a workflow first."
         return render_message(request, "Compare", text, section="compare", command="make grpo")
@@ -55,6 +60,13 @@ def compare(request: Request) -> Response:
     }
     if len(rows) > _MOST:
         context["refused"] = f"At most {_MOST} runs can be compared; {len(rows)} are chosen."
+    if shared and (not rows or context["refused"]):
+        raise ConfigError(
+            "these runs cannot be shared as one file",
+            expected=f"1 to {_MOST} runs",
+            got=f"{len(rows)}",
+            fix="name fewer runs",
+        )
     if not rows or context["refused"]:
         return render(request, "compare.html", rows=(), **context)
     names = sorted(differing_settings([row.settings for row in rows]))
@@ -65,7 +77,8 @@ def compare(request: Request) -> Response:
     return render(
         request,
         "compare.html",
-        live=any(row.state == "running" for row in rows),
+        live=not shared and any(row.state == "running" for row in rows),
+        shared=shared,
         rows=rows,
         labels=labels,
         columns=_COLUMNS,

@@ -94,15 +94,15 @@ def content(request: Request, run: Execution) -> dict[str, Any]:
 
 def data(request: Request) -> Response:
     """Returns the shown curves of a run as JSON, thinned to at most 512 points per node."""
+    run = history_of(request).execution(request.path_params["execution"])
+    return JSONResponse(chart_data(request, run))
+
+
+def chart_data(request: Request, run: Execution) -> dict[str, Any]:
+    """Returns what the charts of the page draw."""
     history, choice = history_of(request), Choice(request)
-    run = history.execution(request.path_params["execution"])
     stages = curves.stages(history, run.id, text=choice.text)
-    return JSONResponse(
-        {
-            "state": run.state,
-            "stages": [_stage(history, choice, stage) for stage in stages],
-        }
-    )
+    return {"state": run.state, "stages": [_stage(history, choice, stage) for stage in stages]}
 
 
 def as_csv(request: Request) -> Response:

@@ -1,6 +1,7 @@
 """The list of executions, and the views of one execution."""
 
 import functools
+import json
 import shlex
 import time
 from collections import Counter
@@ -12,9 +13,10 @@ from typing import Any, get_args
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nemo_rl_core.config.url_secrets import redacted
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.records import Execution, Node, Page, State
-from nemo_rl_core.history.results import RunQuery, run_rows
+from nemo_rl_core.history.results import RunQuery, run_row, run_rows
 from nemo_rl_core.history.run_columns import (
     COLUMNS,
     DEFAULT_COLUMNS,
@@ -22,6 +24,8 @@ from nemo_rl_core.history.run_columns import (
     RunRow,
     differing,
     grouped,
+    page_record,
+    run_record,
     shown_settings,
     value_of,
 )
@@ -49,7 +53,7 @@ GROUPS = ("sweep", "recipe", "seed")
 
 
 def index(request: Request) -> Response:
-    """Shows the runs and points of sweeps, filtered, sorted and grouped by the address."""
+    """Shows runs and points of sweeps, filtered, sorted and grouped by the address, or as JSON."""
     names = ("state", "workflow", "text", "since", "tag", "where", "sort", "group", "extra")
     chosen = {name: parameter(request, name) for name in names}
     columns = [name for name in request.query_params.getlist("column") if name in COLUMNS]
@@ -81,6 +85,9 @@ def index(request: Request) -> Response:
         context["sparks"] = {
             row.id: sparkline_points(sparkline(history, row.results, row.ended_at)) for row in shown
         }
+    if request.url.path.endswith(".json"):
+        refused = {"error": context["refused"]} if context["refused"] else None
+        return _json(refused or page_record(page), 400 if refused else 200)
     names_of = differing(page.items)
     if not request.query_params.getlist("column"):
         columns = [each for each in columns if each not in COLUMNS or _has_value(page.items, each)]
@@ -104,6 +111,16 @@ def index(request: Request) -> Response:
         filtered=any(chosen[name] for name in names[:6]),
         **context,
     )
+
+
+def as_json(request: Request) -> Response:
+    """Returns a run with its nodes, as `nemo-rl runs RUN --json` does."""
+    history = history_of(request)
+    return _json(run_record(history, run_row(history, request.path_params["execution"])))
+
+
+def _json(value: dict[str, Any], status: int = 200) -> Response:
+    return Response(redacted(json.dumps(value)), status, media_type="application/json")
 
 
 def _grouped(
@@ -165,9 +182,8 @@ def _view(tab: str) -> Callable[[Callable[[Request, Execution], dict[str, Any]]]
     return decorate
 
 
-@_view("overview")
-def overview(request: Request, run: Execution) -> dict[str, Any]:
-    """Shows command, code, cost, errors, inputs and outputs."""
+def overview_content(request: Request, run: Execution) -> dict[str, Any]:
+    """Returns command, cost, errors and outputs."""
     nodes = history_of(request).nodes(run.id)
     return {
         "live_now": run_status(history_of(request), run),
@@ -178,6 +194,10 @@ def overview(request: Request, run: Execution) -> dict[str, Any]:
             node for node in nodes if node.kind == "task" and node.state in ("failed", "stopped")
         ][:40],
     }
+
+
+overview = _view("overview")(overview_content)
+"""Shows command, code, cost, errors, inputs and outputs."""
 
 
 @_view("graph")

@@ -6,6 +6,7 @@
   const form = document.getElementById("choice");
   if (!host || !form || !window.uPlot) return;
   const page = document.documentElement;
+  const shared = document.getElementById("charts-data"); // the curves of a page that is one file
   const DASHES = [[], [7, 4], [2, 4], [10, 3, 2, 3]];
   const TIMES = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 18000, 43200, 86400, 172800, 432000, 864000];
   const COUNTS = Array.from({ length: 39 }, (_, n) => [1, 2, 5][n % 3] * 10 ** Math.floor(n / 3));
@@ -46,13 +47,14 @@
   }
 
   function remember() {
+    form.querySelector("[data-do=reset]").hidden = !zoom;
+    if (shared) return; // a file has no address to keep state in
     const state = choice();
     if (Number(control("smooth").value)) state.set("smooth", control("smooth").value);
     if (control("log").checked) state.set("log", "1");
     if (zoom) state.set("zoom", `${zoom.stage}:${zoom.from}:${zoom.to}`);
     if (full) state.set("full", full);
     history.replaceState(null, "", state.size ? `?${state}` : location.pathname);
-    form.querySelector("[data-do=reset]").hidden = !zoom;
   }
 
   // ---- Data
@@ -278,7 +280,7 @@
     plot.alarm = make("div");
     plot.large = button("Enlarge", () => open(plot));
     const csv = make("a", { href: `${host.dataset.csv}?show=${encodeURIComponent(chart.name)}`, download: "" }, "CSV");
-    const tools = make("div", { class: "tools", role: "group", "aria-label": `Tools for ${chart.title}` }, plot.large, csv,
+    const tools = make("div", { class: "tools", role: "group", "aria-label": `Tools for ${chart.title}` }, plot.large, ...(shared ? [] : [csv]),
       button("PNG", () => chartExport.png(plot.u, chart.title)), button("SVG", () => chartExport.svg(plot.u, chart.title)));
     plot.figure = make("figure", { class: "chart" }, make("figcaption", {}, make("span", {}, chart.title), tools), plot.values, plot.area, plot.alarm);
     plot.area.addEventListener("keydown", (event) => keys(plot, event));
@@ -341,6 +343,7 @@
   // ---- The page
 
   async function read(extra = {}) {
+    if (shared) return JSON.parse(shared.textContent);
     const chosen = choice();
     for (const [name, value] of Object.entries(extra)) chosen.set(name, value);
     const answer = await fetch(`${host.dataset.charts}?${chosen}`);
@@ -354,7 +357,7 @@
     let data;
     try {
       data = await read();
-      if (zoom && data.stages.some((stage) => stage.task === zoom.stage && stage.axis === "step")) {
+      if (zoom && !shared && data.stages.some((stage) => stage.task === zoom.stage && stage.axis === "step")) {
         const detail = await read({ from: zoom.from, to: zoom.to });
         data.stages = data.stages.map((stage, index) => stage.task === zoom?.stage && detail.stages[index] ? detail.stages[index] : stage);
       }

@@ -7,7 +7,7 @@ import click
 import rich_click
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.history.card import model_card
+from nemo_rl_core.history.card import inherited_license, model_card
 from nemo_rl_core.history.card_evaluations import CardEvaluation, recorded_evaluations
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow
@@ -22,10 +22,14 @@ _MODELS = ("checkpoint", "model")
 @click.argument("checkpoint", shell_complete=complete_artifacts, callback=resolve_alias)
 @click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
 @click.option("--name", default="", help="The title.")
+@click.option("--license", "license_id", default="", help="Its id on the hub, such as apache-2.0; "
+              "by default that of the base model, if its card is on this machine.")  # fmt: skip
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Output file; the terminal by default."
 )
-def card(checkpoint: str, store: Path | None, name: str, output: Path | None) -> None:
+def card(
+    checkpoint: str, store: Path | None, name: str, license_id: str, output: Path | None
+) -> None:
     """Writes the card (README.md in the hub's format) of CHECKPOINT.
 
     CHECKPOINT is given as in `nemo-rl lineage`. Exported models have a card in their folder; this
@@ -46,6 +50,7 @@ def card(checkpoint: str, store: Path | None, name: str, output: Path | None) ->
         Path(trained.path),
         evaluations=evaluations,
         name=name,
+        license_id=license_id or inherited_license(Path(trained.path)),
         reproduce=f"nemo-rl reproduce {artifact.id}",
         exported=_exported(artifact),
     )

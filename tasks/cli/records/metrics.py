@@ -5,21 +5,18 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import rich_click
 from click.shell_completion import CompletionItem
 
+from nemo_rl_core.telemetry.curves import sparkline
 from tasks.cli.records.names import complete_runs
 
 if TYPE_CHECKING:
     from nemo_rl_core.history.queries import History
     from nemo_rl_core.history.run_columns import RunRow
-
-_BARS = "▁▂▃▄▅▆▇█"
-_WIDTH = 24
 
 
 class Curve(NamedTuple):
@@ -80,25 +77,6 @@ def metrics(run: str | None, names: tuple[str, ...], *, as_json: bool, as_csv: b
         _print_steps(curves, names)
     else:
         _print_curves(curves)
-
-
-def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
-    """Draws values as bars from the lowest to the highest; more than `width` are averaged.
-
-    Example:
-        >>> sparkline([0.0, 1.0, 3.5, 7.0]), sparkline([2.0, 2.0, 4.0, 4.0], width=2)
-        ('▁▂▄█', '▁█')
-    """
-    count = min(width, len(values))
-    bounds = [len(values) * index // count for index in range(count + 1)] if count else []
-    parts = [values[start:end] for start, end in pairwise(bounds)]
-    means = [sum(part) / len(part) for part in parts]
-    finite = [mean for mean in means if math.isfinite(mean)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(
-        _BARS[round((mean - low) * scale)] if math.isfinite(mean) else " " for mean in means
-    )
 
 
 def _curves(history: "History", row: "RunRow", names: Sequence[str]) -> list[Curve]:

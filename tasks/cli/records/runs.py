@@ -1,7 +1,6 @@
 """`nemo-rl runs`: the runs in this store with their results, and one run in detail."""
 
 import json
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -18,7 +17,7 @@ from nemo_rl_core.history.labels import set_labels, set_pin
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import State
 from nemo_rl_core.history.results import RunQuery, run_row, run_rows
-from nemo_rl_core.history.run_columns import COLUMNS, RunRow, record_of
+from nemo_rl_core.history.run_columns import COLUMNS, RunRow, page_record, run_record
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.console import console_on
 from tasks.cli.records.names import complete_runs, refuse_ignored
@@ -136,9 +135,7 @@ def _list(
     for line in page.damaged:
         click.echo(f"not shown: {line}", err=True)
     if as_json:
-        items = [{**_record(row), "settings": dict(row.settings)} for row in page.items]
-        counts = {"total": page.total, "offset": page.offset, "limit": page.limit}
-        click.echo(json.dumps({"items": items, **counts, "damaged": page.damaged}))
+        click.echo(json.dumps(page_record(page)))
         return
     console = console_on()
     console.print(runs_table(page.items, names, history, width=console.width))
@@ -150,8 +147,7 @@ def _show(history: History, row: RunRow, *, as_json: bool) -> None:
     execution, points = history.execution(row.run), history.points_of(row.run)
     nodes = [node for node in history.nodes(row.run) if row.has(node.point)]
     if as_json:
-        fields = {**asdict(execution), **_record(row), "nodes": [asdict(n) for n in nodes]}
-        click.echo(json.dumps(fields))
+        click.echo(json.dumps(run_record(history, row)))
         return
     console = console_on()
     console.print(runs_table([row], DEFAULT_COLUMNS, history, width=console.width))
@@ -176,11 +172,6 @@ def _show(history: History, row: RunRow, *, as_json: bool) -> None:
         style = STYLES["stopped"] if execution.state == "stopped" else "red"
         console.print(Text(execution.error, style=style), soft_wrap=True)
     console.print(f"log: nemo-rl logs {row.run}", markup=False, soft_wrap=True)
-
-
-def _record(row: RunRow) -> dict[str, Any]:
-    """Returns a row for JSON, which has no NaN."""
-    return {k: "nan" if repr(v) == "nan" else v for k, v in record_of(row).items()}
 
 
 def _show_labels(console: Console, row: RunRow) -> None:

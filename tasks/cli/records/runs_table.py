@@ -20,7 +20,7 @@ from nemo_rl_core.history.run_columns import (
     value_of,
 )
 from nemo_rl_core.history.run_results import Accuracy, sparkline
-from tasks.cli.records.metrics import sparkline as bars
+from nemo_rl_core.telemetry.curves import sparkline as bars
 
 STYLES = {
     "running": "bold blue",

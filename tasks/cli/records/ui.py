@@ -1,12 +1,19 @@
 """`nemo-rl ui`: the page of the runs, on this machine."""
 
 import ipaddress
+import re
 import socket
 from contextlib import suppress
 from pathlib import Path
 
 import click
 import rich_click
+
+
+def _checked(_context: click.Context, _parameter: click.Parameter, token: str) -> str:
+    if token and not re.fullmatch(r"[\w.~-]{16,}", token, re.ASCII):
+        raise click.BadParameter("expected 16 or more letters, digits and . _ ~ -")
+    return token
 
 
 @rich_click.command()
@@ -25,11 +32,14 @@ import rich_click
     help="The store; NEMO_RL_HOME or ~/.nemo_rl unless given.",
 )
 @click.option("--allow-host", multiple=True, help="A host name to accept requests for; repeatable.")
-def ui(host: str, port: int, folder: Path | None, allow_host: tuple[str, ...]) -> None:
+@click.option("--token", default="", envvar="NEMO_RL_UI_TOKEN", show_envvar=True,
+              callback=_checked, help="A secret that requests must have.")  # fmt: skip
+def ui(host: str, port: int, folder: Path | None, allow_host: tuple[str, ...], token: str) -> None:
     """Serve the page of the runs on this machine.
 
-    The page is read-only and makes no network requests. It has no login: anyone who can reach the
-    address can read the store.
+    The page is read-only and makes no network requests. Without --token it has no login: anyone who
+    can reach the address can read the store. With one, open the address with ?token=TOKEN once, or
+    send the header `Authorization: Bearer TOKEN`.
     """
     from nemo_rl_core.store.store import Store
     from nemo_rl_core.ui.app import create_app
@@ -40,11 +50,11 @@ def ui(host: str, port: int, folder: Path | None, allow_host: tuple[str, ...]) -
     bound = listener.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
     click.echo(f"The runs of {store.root}: http://{shown}:{bound}/  (Ctrl-C ends it)")
-    if not _is_loopback(host):
+    if not token and not _is_loopback(host):
         click.echo(
             "Anyone who can reach this address can read the store: there is no login.", err=True
         )
-    app = create_app(store, hosts=[host, *allow_host])
+    app = create_app(store, hosts=[host, *allow_host], token=token)
     with suppress(KeyboardInterrupt):  # the intended way to stop
         create_server(app).run(sockets=[listener])
 

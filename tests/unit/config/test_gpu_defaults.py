@@ -1,4 +1,4 @@
-"""Defaults of a recipe with GPUs: the table of docs/gpus.md."""
+"""Defaults of a recipe with GPUs: the table of docs/gpu-checks.md."""
 
 import torch
 

@@ -1,6 +1,7 @@
 """Model cards, and differences between two artifacts."""
 
 import hashlib
+import json
 import math
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from nemo_rl_core.history.card import model_card
+from nemo_rl_core.history.card import inherited_license, model_card
 from nemo_rl_core.history.card_evaluations import recorded_evaluations
 from nemo_rl_core.history.equality import TensorDifference, compare_artifacts
 from nemo_rl_core.store.ancestry import write_ancestors
@@ -77,7 +78,13 @@ def test_a_card_has_data_training_evaluation_and_lineage(trained: Path, evaluati
     assert metadata["datasets"] == ["org/rows"]
     assert metadata["tags"] == ["nemo-rl-flow", "grpo"]
     (result,) = metadata["model-index"][0]["results"]
-    assert result["metrics"][0]["value"] == 0.75
+    assert result["dataset"] == {"name": "held-out prompts of org/rows", "type": "org/rows"}
+    assert {one["name"]: one["value"] for one in result["metrics"]} == {
+        "greedy accuracy": 0.75,
+        "pass@4": 0.875,
+    }
+    assert "license" not in metadata
+    assert "License: not recorded" in body
     assert "| **this model** | 0.750 [0.500, 0.900] | 40 |" in body
     assert "| **this model**, pass@4 | 0.875 [0.625, 0.938] | |" in body
     assert "pass@k and cons@k of sampled ones; in brackets" in body
@@ -88,6 +95,43 @@ def test_a_card_has_data_training_evaluation_and_lineage(trained: Path, evaluati
     assert "nemo-rl reproduce grpo" in body and "ab" * 32 in body
     # The data cannot end a cell or add markup.
     assert "a\\|b\\<script>\\`x\\`" in body
+
+
+def test_a_card_has_license_task_limits_curve_and_the_settings_that_matter_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: mit\n---\n# Base\n")
+    model = {"model": {"kind": "pretrained", "name": str(tmp_path / "base")}}
+    start = artifact(tmp_path / "start", "prepare_model", "checkpoint", config=model)
+    data = {"data": {"kind": "file", "train": "data/sums.jsonl"}}
+    rows = artifact(tmp_path / "rows", "prepare_data train", "dataset", config=data)
+    config = {
+        "training": {"compile": False},
+        "generation": {"max_new_tokens": 24},
+        "environment": {"kind": "function", "target": "my_rewards:number"},
+        "grpo": {"learning_rate": 0.001, "overlong": None},
+    }
+    fields = {"name": "g", "cost": Cost(tokens=7), "config": config}
+    last = artifact(tmp_path / "g", "grpo_iteration 1", "checkpoint", start, rows, **fields)
+    steps = [{"metrics": {"reward": value, "loss": 9.0}} for value in (0.0, 1.0, 3.5, 7.0)]
+    (last / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+
+    assert inherited_license(last) == "mit"
+    card = model_card(last, evaluations=[], license_id="apache-2.0")
+    assert yaml.safe_load(card.split("---\n")[1])["license"] == "apache-2.0"
+    assert "License: apache-2.0.\n" in card
+    assert "with GRPO on sums.jsonl, rewarded by `my_rewards:number`." in card
+    assert "Nothing was evaluated; other tasks" in card
+    assert "at most 24 tokens" in card
+    assert "7 tokens; reward 0 `▁▂▅█` 7.\n" in card
+    keys = [
+        line.split("|")[1].strip().replace("\\", "") for line in card.splitlines() if "|" in line
+    ]
+    settings = [key for key in keys if "." in key]
+    expected = ["environment.kind", "environment.target", "grpo.learning_rate"]
+    assert settings == [*expected, "generation.max_new_tokens", "training.compile"]
 
 
 def test_training_stages_are_in_order(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""`nemo-rl share`: a run or a comparison as one HTML file."""
+
+from pathlib import Path
+from urllib.parse import urlencode
+
+import click
+import rich_click
+
+from tasks.cli.records.names import complete_runs
+
+
+@rich_click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), default="run.html",
+              show_default=True, help="The file.")  # fmt: skip
+def share(runs: tuple[str, ...], output: Path) -> None:
+    """Write RUN, or a comparison of several, as one HTML file.
+
+    The file has charts and completions, opens without a server, and makes no requests. RUN is given
+    as in `nemo-rl metrics`; a comparison replaces a sweep by its points.
+    """
+    from starlette.requests import Request
+
+    from nemo_rl_core.history.queries import History
+    from nemo_rl_core.history.results import run_row
+    from nemo_rl_core.store.store import Store
+    from nemo_rl_core.ui.app import create_app
+    from nemo_rl_core.ui.pages import share as pages
+
+    store = Store.default()
+    with History(store) as history:
+        rows = [run_row(history, name) for name in runs]
+    scope = {"type": "http", "app": create_app(store), "path_params": {"execution": rows[0].run}}
+    query = urlencode([("run", row.id) for row in rows]).encode()
+    is_run = len(rows) == 1 and rows[0].node is None
+    page = (pages.run if is_run else pages.comparison)(Request({**scope, "query_string": query}))
+    output.write_bytes(page.body)
+    click.echo(f"wrote {output}: {len(page.body) / 2**20:.1f} MiB")
