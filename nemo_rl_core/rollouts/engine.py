@@ -4,7 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from nemo_rl_core.models.generation.remote_completions import (
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.remote_rollouts import CompletionSource, RemoteRollouts
 from nemo_rl_core.types import Prompt
-
-if TYPE_CHECKING:
-    from nemo_rl_core.rollouts.episode import PlayedEpisode
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +141,7 @@ class Episode(Protocol):
         ...     return [self.played()]
     """
 
-    async def play(self, complete: Complete) -> "Sequence[PlayedEpisode]":
+    async def play(self, complete: Complete) -> Sequence[Any]:
         """Plays the episode in the event loop of the process (`distributed.event_loop`).
 
         Args:
@@ -153,7 +150,7 @@ class Episode(Protocol):
                 (`request_seed`), never on time.
 
         Returns:
-            Training samples of the episode, mostly one. An exception is the episode's error.
+            Training samples (`episode.PlayedEpisode`) of the episode, mostly one. An exception is the episode's error.
         """
         ...
 

@@ -49,9 +49,7 @@ def test_agents_train_the_weights_of_an_environment(
     game = trained(reward_fn=OwnPace(NumberGuess, illegal_penalty=0.25))
     names = ("reward", "loss", "validation_reward")
     for step, other in zip(agents.metrics, game.metrics, strict=True):
-        assert {name: step.get(name) for name in names} == {
-            name: other.get(name) for name in names
-        }
+        assert {name: step.get(name) for name in names} == {name: other.get(name) for name in names}
     assert len({step["reward"] for step in agents.metrics}) == 2
     one, other_weights = weights(agents), weights(game)
     assert one.keys() == other_weights.keys()
