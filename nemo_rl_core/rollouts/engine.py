@@ -150,7 +150,8 @@ class Episode(Protocol):
                 (`request_seed`), never on time.
 
         Returns:
-            Training samples (`episode.PlayedEpisode`) of the episode, mostly one. An exception is the episode's error.
+            Training samples (`episode.PlayedEpisode`) of the episode, mostly one. An exception is
+            the episode's error.
         """
         ...
 
