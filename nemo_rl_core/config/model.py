@@ -42,12 +42,14 @@ class ModelSource(FrozenConfig):
         chat_template_kwargs: Variables of the chat template, such as `enable_thinking: false`. They
             are written into the template as defaults, so that training, generation, evaluation and
             servers of the trained model use the same values.
+        tool_parser: Name of vLLM's parser of tool calls; None chooses one by the chat template.
         dtype: Dtype of the weights in training.
     """
 
     dtype: DType = "float32"
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
     template_date: Annotated[str, BeforeValidator(_iso_day)] = TEMPLATE_DATE
+    tool_parser: str | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class PretrainedModel(ModelSource):

@@ -40,8 +40,8 @@ class TurnReader:
     """Reads the content, reasoning and tool calls of a sampled turn.
 
     Args:
-        tokenizer: A transformers tokenizer.
-        parser: Name of a tool parser of vLLM; None chooses by the chat template.
+        tokenizer: A transformers tokenizer, which may name a tool parser of vLLM
+            (`model.tool_parser`). Otherwise the parser follows from the chat template.
 
     Example:
         >>> from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
@@ -49,8 +49,8 @@ class TurnReader:
         {'role': 'assistant', 'content': '23'}
     """
 
-    def __init__(self, tokenizer: Any, *, parser: str | None = None) -> None:
-        self._tokenizer, self._parser = tokenizer, parser
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
 
     def require_calls(self) -> str:
         """Returns the name of the parser that reads calls, once proven against the template.
@@ -75,7 +75,8 @@ class TurnReader:
         return SampledTurn({"role": "assistant", "content": text})
 
     def _proven(self) -> "_CallParser":
-        return _proven(self._tokenizer, _template(self._tokenizer), self._parser)
+        name = self._tokenizer.init_kwargs.get("tool_parser")
+        return _proven(self._tokenizer, _template(self._tokenizer), name)
 
 
 _Calls = list[tuple[str, str, str]]
@@ -328,7 +329,7 @@ def _proven(tokenizer: Any, template: str, name: str | None) -> _CallParser:
             "no parser reads the tool calls that the chat template writes",
             expected="calls that are read back as they were written",
             got=f"tried {', '.join(tried)}" if tried else "a template without known calls",
-            fix="set environment.tool_parser to a parser of vLLM that reads the model's calls, or "
+            fix="set model.tool_parser to a parser of vLLM that reads the model's calls, or "
             "use a model whose chat template writes tool calls",
         )
     return best[1]
@@ -340,7 +341,7 @@ def _named(name: str, candidates: Sequence[CallFormat]) -> CallFormat:
     names = sorted(ToolParserManager.list_registered())
     if name not in names:
         raise ConfigError(
-            f"environment.tool_parser: vLLM has no tool parser {name!r}",
+            f"model.tool_parser: vLLM has no tool parser {name!r}",
             expected=", ".join(names),
             fix="choose one of these",
         )

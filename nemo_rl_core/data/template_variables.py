@@ -1,4 +1,4 @@
-"""Chat template variables of a recipe, stored with the tokenizer."""
+"""Chat template variables and the tool parser of a recipe, stored with the tokenizer."""
 
 import json
 import re
@@ -9,12 +9,14 @@ from nemo_rl_core.errors import ConfigError
 
 
 def set_template(tokenizer: Any, model: ModelSource) -> None:
-    """Stores a recipe's date and chat template variables in the tokenizer.
+    """Stores a recipe's date, tool parser and chat template variables in the tokenizer.
 
     The variables become defaults in the first lines of the template: a caller that passes none gets
     the recipe's values, and a caller may pass others.
     """
     tokenizer.init_kwargs = {**tokenizer.init_kwargs, "template_date": model.template_date}
+    if model.tool_parser:
+        tokenizer.init_kwargs["tool_parser"] = model.tool_parser
     variables = model.chat_template_kwargs
     if not variables:
         return

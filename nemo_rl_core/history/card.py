@@ -6,6 +6,7 @@ It contains no times and costs, so that a rerun writes the same bytes.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -164,15 +165,17 @@ def _limits(manifests: Sequence[Manifest], evaluations: Sequence[CardEvaluation]
 def inherited_license(checkpoint: Path) -> str:
     """Returns the license in the card of a base model, if it is on this machine."""
     from huggingface_hub import ModelCard, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     manifests = [each.manifest for each in ancestry_of(checkpoint) if each.manifest]
     models = [each.config.get("model") for each in [Manifest.read(checkpoint), *manifests]]
     names = [m["name"] for m in models if isinstance(m, dict) and m.get("kind") == "pretrained"]
     for name in names[:1]:
         card = Path(name).expanduser() / "README.md"
-        cached = card if card.is_file() else try_to_load_from_cache(name, "README.md")
-        if isinstance(cached, str | Path):
-            return str(ModelCard.load(cached).data.license or "")
+        with suppress(HFValidationError):  # a folder or an address
+            cached = card if card.is_file() else try_to_load_from_cache(name, "README.md")
+            if isinstance(cached, str | Path):
+                return str(ModelCard.load(cached).data.license or "")
     return ""
 
 

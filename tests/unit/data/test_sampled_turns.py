@@ -19,7 +19,10 @@ import trl
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from nemo_rl_core.config.model import PretrainedModel
+from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.sampled_turns import SampledTurn, TurnReader
+from nemo_rl_core.data.template_variables import set_template
 from nemo_rl_core.errors import ConfigError
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -137,7 +140,7 @@ def test_every_template_that_writes_calls_has_a_parser() -> None:
         try:
             chosen[name] = TurnReader(tokenizer_of(name)).require_calls()
         except ConfigError as error:
-            assert "environment.tool_parser" in str(error)
+            assert "model.tool_parser" in str(error)
     assert chosen == PARSERS
 
 
@@ -376,17 +379,21 @@ def test_the_time_to_read_is_linear(name: str, text: str) -> None:
     assert seconds(4) < 12 * max(seconds(1), 0.002)
 
 
-def test_a_parser_is_chosen_by_name() -> None:
-    tokenizer = tokenizer_of("qwen3")
-    assert TurnReader(tokenizer, parser="granite4").require_calls() == "granite4"
+def test_a_parser_is_chosen_by_name(tmp_path: Path) -> None:
+    def reader(template: str, parser: str) -> TurnReader:
+        tokenizer = tokenizer_of(template)
+        set_template(tokenizer, PretrainedModel(name="m", tool_parser=parser))
+        tokenizer.save_pretrained(tmp_path)
+        return TurnReader(load_tokenizer(tmp_path))
+
+    assert reader("qwen3", "granite4").require_calls() == "granite4"
     with pytest.raises(ConfigError, match=r"got: tried lfm2 \(LFM2 tool parser could not locate"):
-        TurnReader(tokenizer, parser="lfm2").require_calls()
+        reader("qwen3", "lfm2").require_calls()
     with pytest.raises(ConfigError, match="has no tool parser 'hermies'"):
-        TurnReader(tokenizer, parser="hermies").require_calls()
+        reader("qwen3", "hermies").require_calls()
     # A template that writes no calls proves nothing: the parser is the user's choice.
-    silent = TurnReader(tokenizer_of("phi3"), parser="hermes")
     ids = tokenizer_of("phi3").encode(HERMES, add_special_tokens=False)
-    assert calls_of(silent.read(ids, tools=TOOLS)) == [LIST]
+    assert calls_of(reader("phi3", "hermes").read(ids, tools=TOOLS)) == [LIST]
 
 
 @pytest.mark.slow
