@@ -72,7 +72,7 @@ def test_a_shared_file_names_neither_the_home_folder_nor_the_store(
 
 def test_too_many_runs_are_refused_as_one_file(client: TestClient) -> None:
     answer = client.get("/compare/share.html", params={"run": []})
-    assert answer.status_code == 503
+    assert answer.status_code == 400
     assert "1 to 24 runs" in answer.text
 
 
