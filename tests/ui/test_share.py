@@ -92,6 +92,15 @@ def test_the_command_writes_what_the_page_offers(
     assert timeless(written) == timeless(offered.text)
 
 
+def test_a_file_that_cannot_be_written_is_named(
+    made: RecordedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_RL_HOME", str(made.store.root))
+    done = CliRunner().invoke(share, [FIRST, "--output", str(tmp_path / "none" / "a.html")])
+    assert isinstance(done.exception, SystemExit)
+    assert "No such file or directory" in done.output
+
+
 def opened(context: BrowserContext, path: Path) -> tuple[Page, list[str]]:
     """Opens a file, and collects its messages and the addresses that it requests."""
     page, seen = context.new_page(), list[str]()
