@@ -6,9 +6,12 @@ It contains no times and costs, so that a rerun writes the same bytes.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from nemo_rl_core.checkpoints.model_code import code_files
 from nemo_rl_core.config.url_secrets import redacted
@@ -170,9 +173,11 @@ def inherited_license(checkpoint: Path) -> str:
     names = [m["name"] for m in models if isinstance(m, dict) and m.get("kind") == "pretrained"]
     for name in names[:1]:
         card = Path(name).expanduser() / "README.md"
-        cached = card if card.is_file() else try_to_load_from_cache(name, "README.md")
-        if isinstance(cached, str | Path):
-            return str(ModelCard.load(cached).data.license or "")
+        # The name may be no repository of the hub, or its card may be damaged.
+        with suppress(ValueError, OSError, yaml.YAMLError):
+            cached = card if card.is_file() else try_to_load_from_cache(name, "README.md")
+            if isinstance(cached, str | Path):
+                return str(ModelCard.load(cached).data.license or "")
     return ""
 
 
