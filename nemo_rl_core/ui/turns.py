@@ -3,8 +3,9 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
+
+from nemo_rl_core.data.json_values import parsed
 
 _MARKS = ("tool", "tool_call", "think")
 _OPENING = re.compile(f"<({'|'.join(_MARKS)})>")
@@ -36,7 +37,7 @@ def messages_of(value: object) -> list[dict[str, Any]]:
         ([{'role': 'user', 'content': '2+2'}], [])
     """
     if isinstance(value, str) and value.startswith("["):
-        value = _parsed(value)
+        value = parsed(value, list)
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         return []
     return value if all("role" in each for each in value) else []
@@ -96,20 +97,11 @@ def _call(call: object) -> Piece:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not function.get("name"):
         return Piece("call", _text(call))
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments)
+    arguments = parsed(function.get("arguments"), dict)
     if not isinstance(arguments, dict):
         return Piece("call", _text(arguments), str(function["name"]))
     pairs = ((str(name), _text(value)) for name, value in arguments.items())
     return Piece("call", name=str(function["name"]), arguments=tuple(pairs))
-
-
-def _parsed(text: str) -> Any:
-    """Returns the value of JSON; other text is unchanged."""
-    with suppress(ValueError, RecursionError):
-        return json.loads(text)
-    return text
 
 
 def _text(value: object) -> str:
