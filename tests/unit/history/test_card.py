@@ -225,7 +225,7 @@ def test_one_changed_bit_on_disk_is_detected_despite_an_equal_manifest(
 @pytest.mark.parametrize("card", [None, "---\nlicense: : x\n---\n", "---\n- a\n---\n", "no block"])
 @pytest.mark.parametrize("address", ["base", "s3://bucket/base", "alias:production"])
 def test_a_model_without_a_license_has_none(tmp_path: Path, card: str | None, address: str) -> None:
-    """A folder without a card, a damaged card, and names that are no repository of the hub."""
+    """A folder without a card, a damaged card, and names of another kind."""
     base = tmp_path / "base"
     base.mkdir()
     if card is not None:
