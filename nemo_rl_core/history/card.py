@@ -11,6 +11,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from nemo_rl_core.checkpoints.model_code import code_files
 from nemo_rl_core.config.url_secrets import redacted
 from nemo_rl_core.history.card_evaluations import CardEvaluation
@@ -165,14 +167,14 @@ def _limits(manifests: Sequence[Manifest], evaluations: Sequence[CardEvaluation]
 def inherited_license(checkpoint: Path) -> str:
     """Returns the license in the card of a base model, if it is on this machine."""
     from huggingface_hub import ModelCard, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
 
     manifests = [each.manifest for each in ancestry_of(checkpoint) if each.manifest]
     models = [each.config.get("model") for each in [Manifest.read(checkpoint), *manifests]]
     names = [m["name"] for m in models if isinstance(m, dict) and m.get("kind") == "pretrained"]
     for name in names[:1]:
         card = Path(name).expanduser() / "README.md"
-        with suppress(HFValidationError):  # a folder or an address
+        # The name may be no repository of the hub, or its card may be damaged.
+        with suppress(ValueError, OSError, yaml.YAMLError):
             cached = card if card.is_file() else try_to_load_from_cache(name, "README.md")
             if isinstance(cached, str | Path):
                 return str(ModelCard.load(cached).data.license or "")

@@ -13,7 +13,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from nemo_rl_core.errors import NemoRLError, NotRecordedError
+from nemo_rl_core.errors import ConfigError, NemoRLError, NotRecordedError
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.store.store import Store
@@ -142,11 +142,12 @@ def _not_recorded(request: Request, error: Exception) -> Response:
 def _unreadable(request: Request, error: Exception) -> Response:
     assert isinstance(error, NemoRLError)
     facts = (("Expected", error.expected), ("Found", error.got), ("Fix", error.fix))
+    is_refused = isinstance(error, ConfigError)
     return render_message(
         request,
-        "The history cannot be shown",
+        "The request is refused" if is_refused else "The history cannot be shown",
         f"{error.problem[0].upper()}{error.problem[1:]}.",
-        status=503,
+        status=400 if is_refused else 503,
         facts=[(label, fact) for label, fact in facts if fact],
     )
 

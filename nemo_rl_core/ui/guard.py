@@ -100,13 +100,14 @@ class Guard:
         """Keeps a token of the address in a cookie; refuses requests without a valid one."""
         if self._is_token(request.query_params.get("token", "")):
             rest = [pair for pair in request.query_params.multi_items() if pair[0] != "token"]
-            path = "/" + quote(request.url.path.lstrip("/"))  # two slashes would be another host
+            path = "/" + quote(request.scope["path"].lstrip("/"))  # two slashes: another host
             answer = RedirectResponse(f"{path}?{urlencode(rest)}" if rest else path, 303)
             is_secure = request.url.scheme == "https"
             answer.set_cookie(COOKIE, self._token, secure=is_secure, httponly=True, samesite="lax")
             return answer
-        sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._is_token(sent) or self._is_token(request.cookies.get(COOKIE, "")):
+        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+        is_bearer = scheme.lower() == "bearer" and self._is_token(sent)
+        if is_bearer or self._is_token(request.cookies.get(COOKIE, "")):
             return None
         text = "A token is needed: add ?token=TOKEN to the address, or send it as a bearer token.\n"
         return PlainTextResponse(text, 401, headers={"www-authenticate": "Bearer"})

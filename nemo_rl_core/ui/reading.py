@@ -46,8 +46,7 @@ class Answer:
     @property
     def num_calls(self) -> int:
         """Number of calls of tools in `turns`."""
-        pieces = [piece for turn in self.turns for piece in turn.pieces]
-        return sum(piece.kind not in ("text", "thinking") for piece in pieces)
+        return sum(piece.kind == "call" for turn in self.turns for piece in turn.pieces)
 
 
 @dataclass(frozen=True)

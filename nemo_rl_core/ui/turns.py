@@ -3,17 +3,20 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
-_MARKED = re.compile(r"(<(tool|tool_call|think)>.*?</\2>)", re.DOTALL)
+from nemo_rl_core.data.json_values import parsed
+
+_MARKS = ("tool", "tool_call", "think")
+_OPENING = re.compile(f"<({'|'.join(_MARKS)})>")
 
 
 class Piece(NamedTuple):
-    """A part of a turn: `text`, `thinking`, a `call` in the text, or the name of a function."""
+    """A part of a turn: `text`, `thinking` or a `call`, which may have a name and arguments."""
 
     kind: str
     text: str = ""
+    name: str = ""
     arguments: tuple[tuple[str, str], ...] = ()
 
 
@@ -34,7 +37,7 @@ def messages_of(value: object) -> list[dict[str, Any]]:
         ([{'role': 'user', 'content': '2+2'}], [])
     """
     if isinstance(value, str) and value.startswith("["):
-        value = _parsed(value)
+        value = parsed(value, list)
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         return []
     return value if all("role" in each for each in value) else []
@@ -69,37 +72,36 @@ def _pieces(message: Mapping[str, Any]) -> list[Piece]:
     thinking, calls = message.get("reasoning_content"), message.get("tool_calls")
     pieces = [Piece("thinking", _text(thinking))] if thinking else []
     content = _text(message.get("content"))
-    # Each match has two groups: the part with its marks, and the name of the mark.
-    for text, mark in zip(
-        _MARKED.split(content)[::3], [*_MARKED.findall(content), ()], strict=True
-    ):
-        pieces += [Piece("text", text)] if text.strip() else []
-        if mark and mark[1] == "think":
-            pieces.append(Piece("thinking", mark[0][len("<think>") : -len("</think>")].strip()))
-        elif mark:
-            pieces.append(Piece("call", mark[0]))
+    last = {mark: content.rfind(f"</{mark}>") for mark in _MARKS}
+    end = 0
+    for opening in _OPENING.finditer(content):
+        if opening.start() < end or opening.end() > last[opening[1]]:
+            continue  # part of the previous piece, or never closed
+        pieces += _texts(content[end : opening.start()])
+        close = content.index(closing := f"</{opening[1]}>", opening.end())
+        end = close + len(closing)
+        if opening[1] == "think":
+            pieces.append(Piece("thinking", content[opening.end() : close].strip()))
+        else:
+            pieces.append(Piece("call", content[opening.start() : end]))
+    pieces += _texts(content[end:])
     pieces += [_call(call) for call in (calls if isinstance(calls, list) else ())]
     return pieces or [Piece("text", content)]
+
+
+def _texts(text: str) -> list[Piece]:
+    return [Piece("text", text)] if text.strip() else []
 
 
 def _call(call: object) -> Piece:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not function.get("name"):
         return Piece("call", _text(call))
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments)
+    arguments = parsed(function.get("arguments"), dict)
     if not isinstance(arguments, dict):
-        return Piece(str(function["name"]), _text(arguments))
+        return Piece("call", _text(arguments), str(function["name"]))
     pairs = ((str(name), _text(value)) for name, value in arguments.items())
-    return Piece(str(function["name"]), arguments=tuple(pairs))
-
-
-def _parsed(text: str) -> Any:
-    """Returns the value of JSON; other text is unchanged."""
-    with suppress(ValueError, RecursionError):
-        return json.loads(text)
-    return text
+    return Piece("call", name=str(function["name"]), arguments=tuple(pairs))
 
 
 def _text(value: object) -> str:

@@ -1,7 +1,7 @@
 """CPU time and memory of the controller in an RL step over many ranks that compute nothing.
 
-`python -m tests.benchmarks.controller` prints the table of docs/results.md; `--others` measures 64
-ranks with 64 sequences and other advantages, or conversations; `--ray` measures the cost of a rank
+`python -m tests.benchmarks.controller` prints the table of deployment/SCALE.md; `--others` measures
+64 ranks with 64 sequences and other advantages, or conversations; `--ray` the cost of a rank
 call in this process when Ray carries it.
 
 The trainer, sampler, policy and the engine's controller side are the real ones; workers are those

@@ -2,7 +2,7 @@
 
 `python -m tests.benchmarks.conversations` runs 24 steps of 128 conversations of four turns,
 synchronously and asynchronously, on a Qwen2 of two layers of 128 with random weights: one vLLM
-engine and one rank, one thread per process. The medians of docs/results.md are of the last 20
+engine and one rank, one thread per process. The medians of deployment/SCALE.md are of the last 20
 steps.
 """
 

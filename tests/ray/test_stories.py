@@ -1,6 +1,6 @@
 """User stories in Python, each written the way a user would.
 
-The table of all stories is in docs/documents.md.
+The table of all stories is in tests/reference/README.md.
 """
 
 import ast

@@ -8,14 +8,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from starlette.testclient import TestClient
 
 from nemo_rl_core.rollouts.records import save_rollouts
 from nemo_rl_core.types import Completion, Prompt, Rollout
 from nemo_rl_core.ui.completions import Filter, Source, changes, scan, select, sources
 from nemo_rl_core.ui.reading import Answer, part_names, readings
 from nemo_rl_core.ui.tokens import tokens
-from nemo_rl_core.ui.turns import Piece, messages_of
+from nemo_rl_core.ui.turns import Piece, messages_of, turns
 from tests.benchmarks.machine import loop_seconds
+from tests.ui.conftest import RecordedStore
 
 REWARDS = {"a": [0.0, 1.0, 1.0], "b": [None, -1.0, 0.5], "c": [0.25, 0.25, 0.25]}
 
@@ -151,18 +153,59 @@ def test_turns_have_reasoning_calls_and_results_apart(tmp_path: Path) -> None:
         {"role": "assistant", "content": "<think>so</think>4", "tool_calls": [text_call, broken]},
     ]
     (answer,) = read_rows(tmp_path / "step.parquet", [{"messages": json.dumps(talk)}])
-    thinking, call = Piece("thinking", "hm"), Piece("add", "", (("a", "2"), ("why", "so\nit is")))
+    thinking = Piece("thinking", "hm")
+    call = Piece("call", "", "add", (("a", "2"), ("why", "so\nit is")))
     assert [turn.pieces for turn in answer.turns] == [
         [thinking, call],
         [Piece("text", "4")],
         [
             Piece("thinking", "so"),
             Piece("text", "4"),
-            Piece("add", "", (("a", "[2]"),)),
-            Piece("add", '{"a": '),
+            Piece("call", "", "add", (("a", "[2]"),)),
+            Piece("call", '{"a": ', "add"),
         ],
     ]
     assert [turn.about for turn in answer.turns] == ["", "add, call_1", ""]
+
+
+def test_a_function_may_have_the_name_of_a_kind_of_piece(tmp_path: Path) -> None:
+    named = [{"function": {"name": name, "arguments": {"a": 1}}} for name in ("text", "call")]
+    talk = [ASKED, {"role": "assistant", "content": "", "tool_calls": named}]
+    (answer,) = read_rows(tmp_path / "step.parquet", [{"messages": json.dumps(talk)}])
+    arguments = (("a", "1"),)
+    assert answer.turns[0].pieces == [
+        Piece("call", "", name, arguments) for name in ("text", "call")
+    ]
+    assert answer.num_calls == 2
+
+
+def test_marks_that_are_never_closed_are_text_in_linear_time() -> None:
+    """A collapsed policy may repeat `<think>` up to its limit of tokens."""
+    content = "<think>" * 100_000 + "<tool>add</tool>" + "<tool>"
+    start = time.process_time()
+    ((_, _, pieces, _),) = turns([{"role": "assistant", "content": content}])
+    assert time.process_time() - start < 2.0
+    assert [(piece.kind, len(piece.text)) for piece in pieces] == [
+        ("text", 700_000),
+        ("call", 16),
+        ("text", 6),
+    ]
+
+
+def test_a_huge_conversation_is_shown_in_part(client: TestClient, made: RecordedStore) -> None:
+    calls = [CALL] * 20_000
+    talk = [ASKED, *[{"role": "assistant", "content": "4"}] * 20_000]
+    talk[1] = {"role": "assistant", "content": "", "tool_calls": calls}
+    artifact = made.artifacts["grpo_iteration 1"]
+    path = made.store.artifacts / artifact / "rollouts" / "step_000008.parquet"
+    pq.write_table(pa.Table.from_pylist([{"messages": json.dumps(talk)}]), path)
+    try:
+        text = client.get(f"/artifacts/{artifact}/completions", params={"step": 8}).text
+    finally:
+        path.unlink()
+    assert "19900 more parts of this turn" in text.replace(",", "")
+    assert "19500 more turns" in text.replace(",", "")
+    assert len(text) < 300_000
 
 
 def test_parts_of_an_episode_are_one_sample_and_repeat_no_turns(tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ def closed(made) -> TestClient:
     "headers",
     [
         {},
-        {"authorization": TOKEN[:-1]},
+        {"authorization": TOKEN},
+        {"authorization": f"Basic {TOKEN}"},
         {"authorization": f"Bearer {TOKEN}x"},
         {"cookie": f"nemo_rl_token={TOKEN[:-1]}"},
         {"cookie": "nemo_rl_token=\xff"},
@@ -110,6 +111,7 @@ def test_nothing_is_answered_without_the_token(closed, path: str, headers: dict)
 def test_a_bearer_token_opens_pages_and_json(closed) -> None:
     headers = {"authorization": f"Bearer {TOKEN}"}
     assert closed.get("/", headers=headers).status_code == 200
+    assert closed.get("/", headers={"authorization": f"bearer {TOKEN}"}).status_code == 200
     data = closed.get(f"/executions/{FIRST}/curves.json", headers=headers)
     assert data.json()["state"] == "succeeded"
     assert closed.head("/events", headers=headers).status_code == 200
@@ -127,6 +129,11 @@ def test_a_token_in_the_address_becomes_a_cookie(closed) -> None:
 def test_a_token_leads_to_no_other_host(closed) -> None:
     answer = closed.get(f"http://127.0.0.1//evil.example/x?token={TOKEN}")
     assert answer.headers["location"] == "/evil.example/x"
+
+
+@pytest.mark.parametrize("path", ["/artifacts/a/files/b%20%25%C3%A9", "/%5Cevil.example"])
+def test_a_token_keeps_the_path_of_the_address(closed, path: str) -> None:
+    assert closed.get(f"{path}?token={TOKEN}").headers["location"] == path
 
 
 def test_a_weak_token_is_refused() -> None:

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+from html import escape
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from playwright.sync_api import BrowserContext, Page, expect
 from starlette.testclient import TestClient
 
 from nemo_rl_core.store.store import Store
+from nemo_rl_core.ui.app import create_app
 from tasks.cli.records.share import share
 from tests.ui.conftest import FIRST, HOSTILE, RERUN, RecordedStore, accessibility_faults
 
@@ -50,9 +52,27 @@ def test_a_shared_run_has_facts_curves_and_completions(client: TestClient) -> No
     assert HOSTILE not in text
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_shared_file_names_neither_the_home_folder_nor_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    home = tmp_path / "alice&co"
+    monkeypatch.setenv("HOME", str(home))
+    made = RecordedStore(Store(tmp_path / "disk" / "store"))
+    for run in (FIRST, RERUN):
+        paths = [str(home / run), f"{home}2/{run}", f"s3://b{home}/{run}"]
+        made.begin(run, paths=paths).end("failed", f'File "{made.store.root}/x.py"')
+    client = TestClient(create_app(made.store), base_url="http://127.0.0.1")
+    text = client.get(FILES[name], params=RUNS).text
+    assert str(made.store.root) not in text
+    assert f"~/{FIRST}" in text
+    assert escape(f"2/{FIRST}") in text
+    assert len(re.findall(re.escape(escape(f"{home}/")), text)) == text.count("s3://b")
+
+
 def test_too_many_runs_are_refused_as_one_file(client: TestClient) -> None:
     answer = client.get("/compare/share.html", params={"run": []})
-    assert answer.status_code == 503
+    assert answer.status_code == 400
     assert "1 to 24 runs" in answer.text
 
 
@@ -70,6 +90,15 @@ def test_the_command_writes_what_the_page_offers(
 
     written = (tmp_path / "a.html").read_text()
     assert timeless(written) == timeless(offered.text)
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    made: RecordedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_RL_HOME", str(made.store.root))
+    done = CliRunner().invoke(share, [FIRST, "--output", str(tmp_path / "none" / "a.html")])
+    assert isinstance(done.exception, SystemExit)
+    assert "No such file or directory" in done.output
 
 
 def opened(context: BrowserContext, path: Path) -> tuple[Page, list[str]]:

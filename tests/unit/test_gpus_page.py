@@ -1,4 +1,4 @@
-"""docs/gpu-checks.md: each point that would stop a run on GPUs names an existing test."""
+"""docs/gpu-checks.md and tests/gpu/README.md: every default and problem names existing tests."""
 
 import ast
 import re
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from tests.documents import REPOSITORY
 
-PAGE = (REPOSITORY / "docs" / "gpu-checks.md").read_text()
+PAGE = "\n".join(
+    (REPOSITORY / path).read_text() for path in ("docs/gpu-checks.md", "tests/gpu/README.md")
+)
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 NUM_POINTS, NUM_DEFAULTS = 15, 14
 

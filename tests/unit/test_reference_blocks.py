@@ -110,7 +110,10 @@ def test_every_model_of_the_blocks_has_its_folder() -> None:
 
 
 def test_every_test_that_the_page_names_exists() -> None:
-    page = (REPOSITORY / "docs" / "documents.md").read_text()
+    page = "".join(
+        (REPOSITORY / name).read_text()
+        for name in ("docs/documents.md", "tests/reference/README.md")
+    )
     named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", page)
     files = [(file, test) for file, test in named if not file.startswith("nemo_rl_core/")]
     assert len(files) > 40

@@ -1,6 +1,6 @@
 """Recipes with data and code of users, each run with one command.
 
-The table of all stories is in docs/documents.md.
+The table of all stories is in tests/reference/README.md.
 """
 
 import json

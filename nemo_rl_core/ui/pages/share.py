@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import re
+from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
@@ -41,12 +42,12 @@ def run(request: Request) -> Response:
         is_single=False,
         **executions.overview_content(request, one) | curves.content(request, one),
     )
-    return _file(page, one.id)
+    return _file(request, page, one.id)
 
 
 def comparison(request: Request) -> Response:
     """Returns a comparison of the runs that the address names."""
-    return _file(compare.compare(request, shared=True), "comparison")
+    return _file(request, compare.compare(request, shared=True), "comparison")
 
 
 def _cards(request: Request, execution: str) -> list[Card]:
@@ -62,9 +63,9 @@ def _cards(request: Request, execution: str) -> list[Card]:
     return [card._replace(rows=card.rows[:_ROWS]) for card in cards]
 
 
-def _file(page: Response, name: str) -> Response:
+def _file(request: Request, page: Response, name: str) -> Response:
     """Returns a page with its styles and scripts inside; links into the store become text."""
-    html = bytes(page.body).decode()
+    html = _without_folders(bytes(page.body).decode(), request.app.state.source.store.root)
     scripts = [(STATIC / path).read_text() for path in _SCRIPT.findall(html)]
     hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in scripts]
     sources = " ".join(f"'sha256-{each.decode()}'" for each in hashes)
@@ -78,3 +79,11 @@ def _file(page: Response, name: str) -> Response:
         media_type="text/html; charset=utf-8",
         headers={"content-disposition": f'attachment; filename="{quote(name, safe="")}.html"'},
     )
+
+
+def _without_folders(html: str, store: Path) -> str:
+    """Replaces the store and the home folder, whose path names the user."""
+    for folder, shown in ((store, "STORE"), (Path.home(), "~")):
+        if folder != Path(folder.anchor):
+            html = re.sub(rf"(?<![\w./~-]){re.escape(escape(str(folder)))}(?![\w.-])", shown, html)
+    return html

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import IO
 
 import click
 import rich_click
@@ -25,11 +26,9 @@ _MODELS = ("checkpoint", "model")
 @click.option("--license", "license_id", default="", help="Its id on the hub, such as apache-2.0; "
               "by default that of the base model, if its card is on this machine.")  # fmt: skip
 @click.option(
-    "--output", type=click.Path(path_type=Path), help="Output file; the terminal by default."
+    "--output", type=click.File("w"), default="-", help="Output file; the terminal by default."
 )
-def card(
-    checkpoint: str, store: Path | None, name: str, license_id: str, output: Path | None
-) -> None:
+def card(checkpoint: str, store: Path | None, name: str, license_id: str, output: IO[str]) -> None:
     """Writes the card (README.md in the hub's format) of CHECKPOINT.
 
     CHECKPOINT is given as in `nemo-rl lineage`. Exported models have a card in their folder; this
@@ -54,10 +53,7 @@ def card(
         reproduce=f"nemo-rl reproduce {artifact.id}",
         exported=_exported(artifact),
     )
-    if output is None:
-        click.echo(text)
-    else:
-        output.write_text(text)
+    output.write(text)
 
 
 def _exported(artifact: ArtifactRow) -> str:

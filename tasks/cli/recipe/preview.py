@@ -1,5 +1,6 @@
 """`nemo-rl preview`: a row of data or of a recipe, with its trained tokens marked."""
 
+import re
 import sys
 from pathlib import Path
 from typing import get_args
@@ -41,7 +42,10 @@ def preview(
     with its columns, templates and mask. Trained tokens are between ⟦ and ⟧; ⏹ follows each
     end-of-sequence token.
     """
-    if data.endswith((".yaml", ".yml")) or is_shipped(data):
+    is_unknown = model is None and not (
+        Path(data).exists() or re.search("[/:.]|^arithmetic$", data)
+    )
+    if data.endswith((".yaml", ".yml")) or is_shipped(data) or is_unknown:
         _refuse_options_of_data()
         from nemo_rl_core.data.preview import LEGEND
         from tasks.cli.recipe.recipe_preview import preview_recipe

@@ -238,6 +238,7 @@ def test_a_shipped_recipe_is_shown_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
+        (["grpo_aritmetic"], "there is no recipe 'grpo_aritmetic'"),
         (["grpo_arithmetic", "--mask", "final_turn"], "data.mask"),
         (["grpo_arithmetic", "--row", "999999"], "the data of kind arithmetic has no row 999999"),
         (["grpo_arithmetic", "seeed=1"], "did you mean 'seed'?"),

@@ -220,3 +220,19 @@ def test_one_changed_bit_on_disk_is_detected_despite_an_equal_manifest(
     result = compare_artifacts(*folders)
     assert (result.is_bitwise_identical, result.content, result.weights) == (False, False, False)
     assert result.tensors == (TensorDifference("w", "differs", far, 0.25),)
+
+
+@pytest.mark.parametrize("card", [None, "---\nlicense: : x\n---\n", "---\n- a\n---\n", "no block"])
+@pytest.mark.parametrize("address", ["base", "s3://bucket/base", "alias:production"])
+def test_a_model_without_a_license_has_none(tmp_path: Path, card: str | None, address: str) -> None:
+    """A folder without a card, a damaged card, and names of another kind."""
+    base = tmp_path / "base"
+    base.mkdir()
+    if card is not None:
+        (base / "README.md").write_text(card)
+    name = str(base) if address == "base" else address
+    model = {"model": {"kind": "pretrained", "name": name}}
+    assert (
+        inherited_license(artifact(tmp_path / "a", "prepare_model", "checkpoint", config=model))
+        == ""
+    )
