@@ -9,18 +9,16 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from nemo_rl_core.data.call_formats import FORMATS, THINK, CallFormat
 from nemo_rl_core.data.control_tokens import render_turns
+from nemo_rl_core.data.renderer import Tools
 from nemo_rl_core.data.turns import Turn
 from nemo_rl_core.errors import ConfigError, DataError
-
-Tools = Sequence[Mapping[str, Any]]
-"""Definitions of functions in OpenAI's form."""
 
 
 @dataclass(frozen=True, slots=True)
