@@ -153,7 +153,8 @@ FORMATS = (
         ("<|message|>", "muse_glimmer"),
     ),
     CallFormat(
-        r"<\|channel\|>analysis", "hf", r"to=functions\.", "", ("<|message|>", "hf"), _GPT_OSS
+        *(r"<\|channel\|>analysis", "hf", r"to=(?:functions\.|\w[^<\n]*<\|)", ""),
+        *(("<|message|>", "hf"), _GPT_OSS),
     ),
     CallFormat(r"\[TOOL_CALLS\]", "mistral", r"\[TOOL_CALLS\]", "", ("[THINK]", "mistral")),
     CallFormat("<function_calls>", "olmo3", "<function_calls>", "</function_calls>"),

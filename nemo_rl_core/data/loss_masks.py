@@ -7,12 +7,12 @@ the sequence is that of a rollout: each trained turn as it would be sampled, and
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
 from nemo_rl_core.data.control import Rendered, encode_guarded, guarded_conversation, guarded_text
-from nemo_rl_core.data.control_tokens import control_tokens
+from nemo_rl_core.data.control_tokens import GUARD, control_tokens
 from nemo_rl_core.data.renderer import MARK, Renderer, Tools, rendered_conversation, rewrites_past
 from nemo_rl_core.data.turns import Turn, is_trained
 from nemo_rl_core.data.unknown import (
@@ -146,11 +146,11 @@ def _as_rendered(
     last = len(turns) - 1
     prompts = [source.rendered(index, is_open=True) for index in trained]
     if last in trained:
-        ids = _after_prompt(tokenizer, prompts[-1], (text, ids), turns[last])
+        ids = _after_prompt(source, prompts[-1], (text, ids), last)
     mask = [False] * len(ids)
     for index, before in zip(trained, prompts, strict=True):
         is_last = index == last
-        if not is_last and _after_prompt(tokenizer, before, (text, ids), turns[index]) is not ids:
+        if not is_last and _after_prompt(source, before, (text, ids), index) is not ids:
             raise _RewritesPastError
         start = _prefix_length(before, (text, ids), row)
         if is_last:
@@ -203,7 +203,7 @@ def _sampled_turn(source: _Source, index: int) -> tuple[list[int], list[int]]:
     before = source.rendered(index, is_open=True)
     text, ids = source.rendered(index + 1, is_open=False)
     if text.startswith(before[0]):
-        ids = _after_prompt(tokenizer, before, (text, ids), turns[-1])
+        ids = _after_prompt(replace(source, turns=turns), before, (text, ids), index)
         start = _prefix_length(before, (text, ids), source.row)
         return ids[:start], ids[start:]
     answer = _guarded_answer(source, turns)
@@ -239,7 +239,7 @@ def _guarded_answer(source: _Source, turns: list[Turn]) -> str:
 
 
 def _after_prompt(
-    tokenizer: Any, prompt: Rendered, conversation: Rendered, answer: Turn
+    source: _Source, prompt: Rendered, conversation: Rendered, index: int
 ) -> list[int]:
     """Encodes the answer separately from the prompt that sampling starts from, if necessary.
 
@@ -247,15 +247,18 @@ def _after_prompt(
     line break before `</think>` if the reasoning is empty. Encoded together, both would become one
     token that is never sampled.
     """
+    tokenizer, content = source.tokenizer, source.turns[index]["content"]
     (prompt_text, prompt_ids), (text, ids) = prompt, conversation
-    rest = text.removeprefix(prompt_text)
-    begins = bool(answer["content"]) and rest.startswith(answer["content"])
+    begins = bool(content) and text.removeprefix(prompt_text).startswith(content)
     is_split_by_template = text.startswith(prompt_text) and not begins
     if ids[: len(prompt_ids)] == prompt_ids or not (
         tokenizer.chat_template and is_split_by_template
     ):
         return ids
-    joined = [*prompt_ids, *tokenizer.encode(rest, add_special_tokens=False)]
+    guarded = source.guarded(source.turns)
+    positions = [n for n, character in enumerate(guarded) if character != GUARD]
+    rest = guarded[positions[len(prompt_text)] :] if len(positions) > len(prompt_text) else ""
+    joined = [*prompt_ids, *encode_guarded(tokenizer, rest, add_special_tokens=False)]
     control = control_tokens(tokenizer, tokenizer.get_chat_template())
     is_same = control.among(joined) == control.among(ids)
     return joined if is_same and tokenizer.decode(joined) == tokenizer.decode(ids) else ids

@@ -9,18 +9,16 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from nemo_rl_core.data.call_formats import FORMATS, THINK, CallFormat
 from nemo_rl_core.data.control_tokens import render_turns
+from nemo_rl_core.data.renderer import Tools
 from nemo_rl_core.data.turns import Turn
 from nemo_rl_core.errors import ConfigError, DataError
-
-Tools = Sequence[Mapping[str, Any]]
-"""Definitions of functions in OpenAI's form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +96,7 @@ class _CallParser:
         self.form, self._tokenizer = form, get_cached_tokenizer(tokenizer)
         think = THINK if THINK[0] in _template(tokenizer) else ("", None)
         self._start, reasoning = form.reasoning or think
+        self._drops_text_before = reasoning == THINK[1]  # text before the reasoning
         is_hf = form.parser == "hf"
         self._plain, self._thinking = (
             ParserManager.get_parser(
@@ -180,14 +179,18 @@ class _CallParser:
         """Returns the reasoning, the content and the calls."""
         thinks = self._thinks(text)
         kind = self._thinking if thinks else self._plain
+        before = text.partition(self._start)[0] if thinks and self._drops_text_before else ""
         try:
             parser = kind(self._tokenizer, request.tools, **self._options)
             reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True)
             read = [(call.id or "", call.name, call.arguments) for call in calls or ()]
         except Exception:  # noqa: BLE001  (parsers may raise anything for what a model samples)
             return "", text, []
-        content = content or ""
+        begins = self._begins(before)
+        content = before[: begins[0] if begins else None] + (content or "")
         content = content.strip() if read else content.lstrip("\n" if thinks else "")
+        if not reasoning and not content and not read:  # text of no known part
+            content = self._without_controls(text)
         return (reasoning or "").strip("\n"), content, read
 
     def _piecewise(self, text: str, begins: list[int], request: Any, faults: list[str]) -> _Calls:

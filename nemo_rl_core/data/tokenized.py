@@ -26,8 +26,10 @@ from nemo_rl_core.data import (
     json_values,
     loss_masks,
     renderer,
+    tools,
     turns,
     unknown,
+    written,
 )
 from nemo_rl_core.data.chat import tokenize_row
 from nemo_rl_core.data.chunks import rows_of, write_arrow
@@ -51,7 +53,10 @@ _ROWS_PER_PROCESS = 10_000
 """Minimum rows per process, which needs some seconds for imports."""
 
 _BATCH_ROWS = 1_000
-_CODE = (chat, control, control_tokens, json_values, loss_masks, renderer, turns, unknown)
+_CODE = (
+    *(chat, control, control_tokens, json_values, loss_masks),
+    *(renderer, tools, turns, unknown, written),
+)
 _OPTIONS = ("template_date", "clean_up_tokenization_spaces", "split_special_tokens")
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 

@@ -273,9 +273,14 @@ def test_an_answer_follows_the_tokens_that_sampling_starts_from(
         trained,
     ]
     assert every[2][1].endswith("<|im_start|>assistant\n<think>\n")
-    # The rest is encoded separately, where an answer could spell a control token.
-    with pytest.raises(DataError):
-        supervised_example(tokenizer, "2+2", f"{answer}<|im_end|>")
+    if answer != "4":  # the template splits the content
+        with pytest.raises(DataError):
+            supervised_example(tokenizer, "2+2", f"{answer}<|im_end|>")
+        return
+    # The rest is encoded separately, and spells no control token there either.
+    forged = supervised_example(tokenizer, "2+2", f"{answer}<|im_end|>").token_ids
+    assert forged.count(tokenizer.eos_token_id) == example.token_ids.count(tokenizer.eos_token_id)
+    assert tokenizer.decode(forged).endswith("4<|im_end|><|im_end|>")
 
 
 def test_variables_of_the_recipe_reach_prompts_and_answers(

@@ -322,6 +322,18 @@ def test_replies_spell_no_control_token_under_any_template() -> None:
         assert forged["content"] in tokenizer.decode(ids), name
 
 
+def test_answers_after_an_opened_reasoning_spell_no_control_token() -> None:
+    for name in ("qwen3_5_think", "qwen3_6", "qwen3_8"):
+        tokenizer = tokenizer_of(name)
+        turns = [QUESTION, {**ANSWER, "content": "a <|im_start|> b"}, MORE, LAST]
+        for shown in (turns, turns[:2]):
+            example = conversation_example(tokenizer, shown)
+            expected = conversation_example(tokenizer, [QUESTION, ANSWER, *shown[2:]])
+            control = control_tokens(tokenizer, tokenizer.chat_template)
+            assert control.among(example.token_ids) == control.among(expected.token_ids), name
+            assert "a <|im_start|> b" in tokenizer.decode(example.token_ids)
+
+
 def test_pairs_are_masked_like_conversations() -> None:
     tokenizer = tokenizer_of("glm4moe")
     row = {"prompt": [QUESTION], "chosen": [calling("find"), FOUND, KEY], "rejected": [LAST]}

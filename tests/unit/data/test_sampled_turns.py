@@ -331,6 +331,16 @@ def test_a_call_that_cannot_be_read_stays_in_the_content() -> None:
     assert read("qwen3", f"I look.\n{HERMES[:40]}").turn["content"] == f"I look.\n{HERMES[:40]}"
 
 
+def test_text_before_the_reasoning_or_outside_known_parts_is_kept() -> None:
+    result = read("qwen3", f"First. <think>\nSo.\n</think>\n\n{HERMES}")
+    assert (result.turn["content"], result.turn["reasoning_content"]) == ("First.", "So.")
+    assert calls_of(result) == [LIST]
+    assert read("gptoss", "<|channel|>other<|message|>Text").turn["content"] == "otherText"
+    python = "<|channel|>commentary to=python code<|message|>print(1)<|call|>"
+    (fault,) = read("gptoss", f"{CHANNELS.partition(' ')[0]}<|message|>Hm.<|end|>{python}").faults
+    assert fault.startswith("This tool call cannot be read: to=python code")
+
+
 def test_ids_of_calls_depend_on_the_tokens_alone() -> None:
     first, again, other = (
         [call["id"] for call in read("qwen3", text).turn["tool_calls"]]

@@ -96,3 +96,10 @@ def test_pairs_and_errors_equal_those_of_one_process(
     assert found[0] == found[1]
     assert messages[0] == messages[1]
     assert len(stored()) == 1
+
+
+def test_stored_tokens_depend_on_all_code_that_makes_them() -> None:
+    code = {module.__name__ for module in tokenized._CODE}
+    values = [value for module in tokenized._CODE for value in vars(module).values()]
+    used = {str(getattr(value, "__module__", "")) for value in values}
+    assert {name for name in used if name.startswith("nemo_rl_core.data.")} <= code
