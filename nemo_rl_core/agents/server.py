@@ -186,7 +186,7 @@ class AgentServer:
             body = _parsed(await _body(headers, receive))
             call = _read(dialect, body, headers)
             if is_count:
-                return JSONResponse({"input_tokens": session.count(call.turns, call.tools)})
+                return JSONResponse({"input_tokens": await session.count(call.turns, call.tools)})
             return await self._chat(session, call, body, dialect, receive)
         finally:
             self._num_calls[number] -= 1
