@@ -176,7 +176,7 @@ def test_a_scorer_reads_the_last_turn(engine: RecordedEngine) -> None:
         ("ask('Hi'); os.kill(os.getpid(), 9)", {}, "exit code -9"),
         ("ask('Hi'); time.sleep(99)", {"episode_timeout_seconds": 1.5}, "did not end in time"),
         ("ask('Hi')", {}, "wrote no reward.*got: ''; output ''"),
-        ("ask('Hi'); print('{\"reward\": 1}')", {}, "wrote no reward to the file of NEMO_RL_REWARD_FILE"),
+        ("ask('Hi'); print('{\"reward\": 1}')", {}, "no reward to the file of NEMO_RL"),
         ("ask('Hi'); report('[' * 60_000)", {}, "wrote no reward"),
         ("ask('Hi'); report('{}')", {}, "wrote no reward"),
         ("ask('Hi'); report('NaN')", {}, "not finite"),

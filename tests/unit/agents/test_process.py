@@ -165,6 +165,7 @@ def play_function(
                 )
                 for number in range(3)
             )
+            assert host._process is not None
             return list(await asyncio.gather(*episodes)), [host._process.pid]
         finally:
             await host.stop()
