@@ -158,12 +158,13 @@ async def run_process(
     Raises:
         OSError: If the process cannot be started.
     """
-    with TemporaryDirectory(prefix="nemo-rl-agent-") as folder:
+    with TemporaryDirectory(prefix="nemo-rl-agent-", ignore_cleanup_errors=True) as folder:
         reward = Path(folder, "reward.json")
         variables = {**variables, REWARD_FILE: str(reward)}
         result = await _run_process(command, row, variables, timeout_seconds)
-        with suppress(FileNotFoundError), reward.open(errors="replace") as file:
-            return replace(result, reward=file.read(_MAX_OUTPUT_BYTES))
+        if reward.is_file():  # not a pipe, which might block
+            with reward.open(errors="replace") as file:
+                return replace(result, reward=file.read(_MAX_OUTPUT_BYTES))
     return result
 
 

@@ -178,6 +178,7 @@ def test_a_scorer_reads_the_last_turn(engine: RecordedEngine) -> None:
         ("ask('Hi')", {}, "wrote no reward.*got: ''; output ''"),
         ("ask('Hi'); print('{\"reward\": 1}')", {}, "no reward to the file of NEMO_RL"),
         ("ask('Hi'); report('[' * 60_000)", {}, "wrote no reward"),
+        ("ask('Hi'); os.mkfifo(os.environ['NEMO_RL_REWARD_FILE'])", {}, "wrote no reward"),
         ("ask('Hi'); report('{}')", {}, "wrote no reward"),
         ("ask('Hi'); report('NaN')", {}, "not finite"),
         ("ask('Hi'); report('null')", {}, "not a number"),

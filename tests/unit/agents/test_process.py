@@ -134,6 +134,7 @@ def test_an_agent_reads_the_columns_of_its_row() -> None:
         ("def run(base_url, api_key, row): return {'reward': 0.5}", {"reward": 0.5}),
         ("import numpy\ndef run(*_): print('...', end=''); return numpy.float32(0.25)", 0.25),
         ("def run(*_): return None", None),
+        ("import os\ndef run(*_): return 1.0 * ('NEMO_RL_REWARD_FILE' in os.environ)", 0.0),
     ],
 )
 def test_a_function_reports_what_it_returns(
