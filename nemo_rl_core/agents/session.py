@@ -205,6 +205,7 @@ class Session:
         self._nodes: dict[bytes, list[_Node]] = {}
         self._calls: list[_Call] = []
         self._by_id: dict[str, _Node] = {}
+        self._num_answered = 0  # calls, without ambiguous ones
         self._is_closed = False
 
     @property
@@ -250,6 +251,7 @@ class Session:
             raise RefusedError(error.in_one_line, status=500, code="server_error") from error
         finally:
             call.num_waiting -= 1
+        self._num_answered += not (call.is_answered or call.context.is_ambiguous)
         call.is_answered = True
         return result
 
@@ -411,10 +413,7 @@ class Session:
             repeated += calls if options.is_retry else []
         if repeated:
             return repeated[0]
-        num_answered = sum(
-            each.is_answered and not each.context.is_ambiguous for each in self._calls
-        )
-        call = _Call(context, options, context.num_draws, num_answered)
+        call = _Call(context, options, context.num_draws, self._num_answered)
         context.num_draws += options.num_choices
         calls.append(call)
         self._calls.append(call)
