@@ -48,7 +48,7 @@ class AnthropicMessages:
             reads_calls=reads_calls(choice),
             has_parallel_calls=not is_single,
         )
-        return AgentCall(turns.turns, tools, options, bool(body.get("stream")))
+        return AgentCall(turns.turns, tools, options)
 
     def answer(self, body: Body, result: ChatResult, tokenizer: Any) -> dict[str, Any]:
         """Returns the answer to a call."""

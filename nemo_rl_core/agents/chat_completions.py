@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from nemo_rl_core.agents.calls import ChatResult, RefusedError, SampledChoice
 from nemo_rl_core.agents.fields import (
     AgentCall,
@@ -61,8 +63,7 @@ class ChatCompletions:
             reads_calls=reads_calls(body.get("tool_choice")),
             has_parallel_calls=body.get("parallel_tool_calls") is not False,
         )
-        streams, has_logprobs = bool(body.get("stream")), bool(body.get("logprobs"))
-        return AgentCall(turns.turns, tools, options, streams, has_logprobs)
+        return AgentCall(turns.turns, tools, options)
 
     def answer(self, body: Body, result: ChatResult, tokenizer: Any) -> dict[str, Any]:
         """Returns the answer to a call."""
@@ -122,6 +123,8 @@ class ChatCompletions:
 
 def logprobs_of(choice: SampledChoice, tokenizer: Any) -> dict[str, Any]:
     """Returns the logprobs of all tokens of a choice, including special tokens."""
+    if np.isnan(choice.logprobs).any():
+        raise RefusedError("the engine returns no logprobs", param="logprobs")
     texts = [tokenizer.decode([each]) for each in choice.token_ids.tolist()]
     content = [
         {"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []}

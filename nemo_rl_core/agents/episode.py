@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl_core.agents.process import (
+    REWARD_FILE,
     FunctionHost,
     ProcessResult,
     row_of,
@@ -25,8 +26,6 @@ from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.engine import (
     Complete,
-    CompletionRequest,
-    CompletionResult,
     RolloutIndex,
 )
 from nemo_rl_core.rollouts.episode import Bounds, PlayedEpisode
@@ -115,21 +114,14 @@ class AgentEpisode:
 
     def __init__(self, agents: Agents, prompt: Prompt, index: RolloutIndex) -> None:
         self._agents, self._prompt, self._index = agents, prompt, index
-        self._last_text = ""
 
     async def play(self, complete: Complete) -> Sequence[PlayedEpisode]:
         """Starts the agent, waits for its end, and scores the episode."""
-
-        async def noted(request: CompletionRequest) -> CompletionResult:
-            result = await complete(request)
-            self._last_text = result.text
-            return result
-
         agents, prompt = self._agents, self._prompt
         session = Session(
             agents.tokenizer,
             self._index,
-            complete=noted,
+            complete=complete,
             bounds=agents.bounds,
             prompt=prompt,
             sampling=agents.sampling,
@@ -175,7 +167,8 @@ class AgentEpisode:
         if result.exit_code is None or (result.exit_code and not may_fail):
             return _failure(result)
         if is_scored:
-            return await self._agents.scores.ask(unscored(self._prompt, self._last_text))
+            last_text = samples[-1].texts[-1]
+            return await self._agents.scores.ask(unscored(self._prompt, last_text))
         return reported_reward(result, self._prompt)
 
 
@@ -217,18 +210,19 @@ def _played(prompt: Prompt, sample: AgentSample, outcome: float | RewardError) -
 
 
 def reported_reward(result: ProcessResult, prompt: Prompt) -> float | RewardError:
-    """Returns the `reward` in the last line of an agent's output, which is a JSON object."""
-    line = result.output.rstrip().rpartition("\n")[2]
+    """Returns the reward that an agent wrote: a JSON number, or an object with `reward`."""
     try:
-        reward = json.loads(line)["reward"]
-    except (ValueError, KeyError, TypeError):
+        reward = json.loads(result.reward)
+        reward = reward["reward"] if isinstance(reward, dict) else reward
+    except (ValueError, KeyError, RecursionError):
         return RewardError(
-            "the agent reported no reward",
-            expected='a last line of its output such as {"reward": 1.0}, or environment.reward',
-            got=f"the output {_shown(result.output)}; errors {_shown(result.errors)}",
-            fix="print the reward as the last line, or set environment.reward",
+            f"the agent wrote no reward to the file of {REWARD_FILE}, and what it prints is none",
+            expected="a number in that file, or environment.reward",
+            got=f"{_shown(result.reward)}; output {_shown(result.output)}; "
+            f"errors {_shown(result.errors)}",
+            fix="write the reward to that file, or set environment.reward",
         )
-    return checked(reward, prompt=prompt.text, completion=line, source="the agent")
+    return checked(reward, prompt=prompt.text, completion=result.reward, source="the agent")
 
 
 def _failure(result: ProcessResult) -> RewardError:

@@ -36,8 +36,6 @@ class AgentCall:
     turns: list[Turn]
     tools: list[dict[str, Any]]
     options: CallOptions
-    streams: bool = False
-    has_logprobs: bool = False
 
     def named(self, idempotency_key: str | None, *, is_retry: bool) -> "AgentCall":
         """Returns the call with what the client's headers tell of repetitions."""

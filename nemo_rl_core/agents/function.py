@@ -70,12 +70,13 @@ def _guard(episode: socket.socket, run: Callable[..., Any]) -> None:
 
 def _call(run: Callable[..., Any]) -> int:
     try:
+        # Programs that the agent starts do not get it.
+        file = Path(os.environ.pop("NEMO_RL_REWARD_FILE"))
         row = json.load(sys.stdin)
         result = run(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], row)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
-        fields = result if isinstance(result, dict) else {"reward": result}
-        sys.stdout.write(f"\n{json.dumps(fields, default=float)}\n")
+        file.write_text(json.dumps(result, default=float))
     # Broad on purpose: the fork must not return to the host's code.
     except BaseException:  # noqa: BLE001 (shown in the error of the episode)
         traceback.print_exc()

@@ -8,7 +8,7 @@ import sys
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +26,10 @@ _PASSED_VARIABLES = (
     *("TZ", "USER", "VIRTUAL_ENV"),
 )
 """Variables of the run's environment that every agent gets, besides `PATH`."""
+REWARD_FILE = "NEMO_RL_REWARD_FILE"
+"""Variable that names the file for the reward; text that an agent prints may be the policy's."""
 _MAX_OUTPUT_BYTES = 64 * 1024
+_MAX_KILLS = 100
 _READ_SECONDS = 2.0
 """Time for the output of an agent that has ended; a child in another session may have it open."""
 
@@ -39,11 +42,13 @@ class ProcessResult:
         exit_code: Exit code, or the negative signal; None at the time limit.
         output: End of its standard output.
         errors: End of its standard error.
+        reward: Content of the file for the reward; empty without one.
     """
 
     exit_code: int | None
     output: str
     errors: str
+    reward: str = ""
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
@@ -153,6 +158,19 @@ async def run_process(
     Raises:
         OSError: If the process cannot be started.
     """
+    with TemporaryDirectory(prefix="nemo-rl-agent-", ignore_cleanup_errors=True) as folder:
+        reward = Path(folder, "reward.json")
+        variables = {**variables, REWARD_FILE: str(reward)}
+        result = await _run_process(command, row, variables, timeout_seconds)
+        if reward.is_file():  # not a pipe, which might block
+            with reward.open(errors="replace") as file:
+                return replace(result, reward=file.read(_MAX_OUTPUT_BYTES))
+    return result
+
+
+async def _run_process(
+    command: Sequence[str], row: str, variables: Mapping[str, str], timeout_seconds: float
+) -> ProcessResult:
     transport, ends = await asyncio.get_running_loop().subprocess_exec(
         _Process, *command, env=variables, start_new_session=True
     )
@@ -193,7 +211,10 @@ def end_processes(leader: int, key: str) -> None:
     """Kills the processes of a process group, and those in other groups with the session's key."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
-    while remaining := _processes_with(f"OPENAI_API_KEY={key}".encode()):
+    for _ in range(_MAX_KILLS):  # a killed child may have started another
+        remaining = _processes_with(f"OPENAI_API_KEY={key}".encode())
+        if not remaining:
+            return
         for process in remaining:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

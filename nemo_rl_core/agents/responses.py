@@ -53,9 +53,7 @@ class Responses(ChatCompletions):
             has_parallel_calls=body.get("parallel_tool_calls") is not False,
             previous=None if previous is None else str(previous),
         )
-        return AgentCall(
-            turns.turns, tools, options, bool(body.get("stream")), _wants_logprobs(body)
-        )
+        return AgentCall(turns.turns, tools, options)
 
     def answer(self, body: Body, result: ChatResult, tokenizer: Any) -> dict[str, Any]:
         """Returns the answer to a call."""

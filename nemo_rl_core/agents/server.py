@@ -11,22 +11,31 @@ import re
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from nemo_rl_core.agents.anthropic_messages import AnthropicMessages
 from nemo_rl_core.agents.calls import RefusedError, ended
-from nemo_rl_core.agents.dialects import DIALECTS, Dialect
+from nemo_rl_core.agents.chat_completions import ChatCompletions
 from nemo_rl_core.agents.fields import AgentCall
+from nemo_rl_core.agents.responses import Responses
 from nemo_rl_core.agents.session import Session
 
 logger = logging.getLogger(__name__)
+
+Dialect = ChatCompletions | AnthropicMessages
+DIALECTS: Mapping[str, Dialect] = {
+    "/chat/completions": ChatCompletions(),
+    "/responses": Responses(),
+    "/messages": AnthropicMessages(),
+}
+"""Dialects of the endpoint by path."""
 
 MAX_BODY_BYTES = 8 * 1024**2
 MAX_HEADER_BYTES = 32 * 1024
@@ -186,7 +195,7 @@ class AgentServer:
             body = _parsed(await _body(headers, receive))
             call = _read(dialect, body, headers)
             if is_count:
-                return JSONResponse({"input_tokens": session.count(call.turns, call.tools)})
+                return JSONResponse({"input_tokens": await session.count(call.turns, call.tools)})
             return await self._chat(session, call, body, dialect, receive)
         finally:
             self._num_calls[number] -= 1
@@ -210,11 +219,8 @@ class AgentServer:
             await asyncio.gather(sampling, return_exceptions=True)
             return None
         leaving.cancel()
-        result = sampling.result()
-        if call.has_logprobs and any(np.isnan(each.logprobs).any() for each in result.choices):
-            raise RefusedError("the engine returns no logprobs", param="logprobs")
-        answer = dialect.answer(body, result, session.tokenizer)
-        if not call.streams:
+        answer = dialect.answer(body, sampling.result(), session.tokenizer)
+        if not body.get("stream"):
             return JSONResponse(answer)
         text = "".join(_event_text(*event) for event in dialect.events(body, answer))
         return Response(text, media_type="text/event-stream")

@@ -50,6 +50,8 @@ Tools = Sequence[Mapping[str, Any]]
 
 _TURNS = 1 << 32
 """Larger than any number of turns; it separates the seeds of a context's further draws."""
+_LONG = 100_000
+"""Number of characters of a conversation that another thread renders, as the loop serves all."""
 
 
 @dataclass(eq=False)
@@ -60,6 +62,7 @@ class _Context:
         parent: Last sampled turn of the conversation.
         new_ids: Tokens after the parent; at the root, all tokens.
         turns_digest: Last of `prefix_digests`.
+        seed_offset: Separates the seeds of conversations that begin differently; 0 for the row's.
         is_ambiguous: Whether paths with different tokens match, here or at an earlier turn.
         num_turns: Number of sampled turns.
         num_opening_tokens: Number of tokens before the first sampled turn.
@@ -73,6 +76,7 @@ class _Context:
     digest: bytes
     turns_digest: bytes
     is_ambiguous: bool
+    seed_offset: int = 0
     num_turns: int = 0
     num_opening_tokens: int = 0
     num_tokens: int = 0
@@ -89,6 +93,7 @@ class _Call:
 
     Attributes:
         first_draw: Index of its first choice among the draws of its context.
+        num_answered_before: Number of calls that were answered when it came, without doubt.
         num_waiting: Number of clients that wait for the result.
         is_answered: Whether a client got the result.
     """
@@ -96,6 +101,7 @@ class _Call:
     context: _Context
     options: CallOptions
     first_draw: int
+    num_answered_before: int
     task: "asyncio.Task[ChatResult] | None" = None
     num_waiting: int = 0
     is_answered: bool = False
@@ -168,9 +174,9 @@ class Session:
     OpenAI and Anthropic send); or one like an earlier call whose client left before the answer.
     All other equal calls sample again.
 
-    The seed of a call depends on the number of sampled turns before it, and on how many equal calls
-    came before: a linear agent draws what a multi-turn environment draws, and concurrent calls draw
-    the same in any order.
+    The seed of a call depends on the first messages unless they are the row's, on the number of
+    sampled turns before it, and on how many equal calls came before: a linear agent draws what a
+    multi-turn environment draws, and concurrent calls draw the same in any order.
 
     Args:
         complete: Function that samples a completion.
@@ -199,6 +205,7 @@ class Session:
         self._nodes: dict[bytes, list[_Node]] = {}
         self._calls: list[_Call] = []
         self._by_id: dict[str, _Node] = {}
+        self._num_answered = 0  # calls, without ambiguous ones
         self._is_closed = False
 
     @property
@@ -227,7 +234,9 @@ class Session:
         if tools and options.reads_calls:
             with _refused("tools"):
                 self._reader.require_calls()
-        call = self._call(self._context(turns, tools, options.previous), options)
+        context = await self._ready_context(turns, tools, options.previous)
+        self._refuse_if_closed()
+        call = self._call(context, options)
         if call.task is None or (call.task.done() and _has_failed(call.task)):
             call.task = asyncio.create_task(self._sample(call))
             call.task.add_done_callback(_has_failed)  # reads an error that no client waits for
@@ -242,13 +251,14 @@ class Session:
             raise RefusedError(error.in_one_line, status=500, code="server_error") from error
         finally:
             call.num_waiting -= 1
+        self._num_answered += not (call.is_answered or call.context.is_ambiguous)
         call.is_answered = True
         return result
 
-    def count(self, turns: Sequence[Turn], tools: Tools = ()) -> int:
+    async def count(self, turns: Sequence[Turn], tools: Tools = ()) -> int:
         """Returns the number of tokens of a conversation."""
         self._refuse_if_closed()
-        return self._context(turns, tools, None).num_tokens
+        return (await self._ready_context(turns, tools, None)).num_tokens
 
     def close(self) -> None:
         """Ends the session: calls in progress and later ones are refused."""
@@ -258,15 +268,18 @@ class Session:
                 call.task.cancel()
 
     def samples(self) -> list[AgentSample]:
-        """Returns the leaf paths in an order that does not depend on time.
+        """Returns the leaf paths, last the one of the call that came after all other answers.
 
+        The order of others, and of all if the last calls were concurrent, does not depend on time.
         Left out are turns after an ambiguous path and turns that no client got. A turn of several
         paths is trained on in the first.
         """
         answered = (each for each in self._by_id.values() if each.call.is_answered)
         nodes = [each for each in answered if not each.context.is_ambiguous]
         inner = {id(node.context.parent) for node in nodes}
-        leaves = sorted((each for each in nodes if id(each) not in inner), key=lambda n: n.digest)
+        num_others = len({id(node.call) for node in nodes}) - 1
+        leaves = [node for node in nodes if id(node) not in inner]
+        leaves.sort(key=lambda node: (node.call.num_answered_before == num_others, node.digest))
         trained: set[int] = set()
         samples = []
         for leaf in leaves:
@@ -289,6 +302,13 @@ class Session:
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
             raise ended()
+
+    async def _ready_context(
+        self, turns: Sequence[Turn], tools: Tools, previous: str | None
+    ) -> _Context:
+        if sum(len(turn["content"]) for turn in turns) < _LONG:
+            return self._context(turns, tools, previous)
+        return await asyncio.to_thread(self._context, turns, tools, previous)
 
     def _context(self, turns: Sequence[Turn], tools: Tools, previous: str | None) -> _Context:
         before: _Node | None = None
@@ -313,13 +333,17 @@ class Session:
                 tools = parent.context.tools
             new_ids = self._rendered(turns, tools, parent)
             context = _Context(parent, tuple(turns), tools, new_ids, key, digests[-1], is_ambiguous)
-            if parent is not None:
+            if parent is None:
+                is_row = new_ids is self._prompt.token_ids
+                context.seed_offset = 0 if is_row else int.from_bytes(key[:8]) * _TURNS**2
+            else:
+                context.seed_offset = parent.context.seed_offset
                 context.is_ambiguous |= parent.context.is_ambiguous
                 context.num_turns = parent.context.num_turns + 1
                 context.num_opening_tokens = parent.context.num_opening_tokens
                 context.num_tokens = parent.result.sequence.length + len(new_ids)
             self._refuse_over_bounds(context)
-            self._contexts[key] = context
+            self._contexts.setdefault(key, context)  # another thread may have rendered it, too
         return self._contexts[key]
 
     def _longest(
@@ -389,7 +413,7 @@ class Session:
             repeated += calls if options.is_retry else []
         if repeated:
             return repeated[0]
-        call = _Call(context, options, context.num_draws)
+        call = _Call(context, options, context.num_draws, self._num_answered)
         context.num_draws += options.num_choices
         calls.append(call)
         self._calls.append(call)
@@ -412,7 +436,7 @@ class Session:
         context, options, index = call.context, call.options, self._index
         num_left = self._bounds.max_tokens + context.num_opening_tokens - context.num_tokens
         limits = num_left, self._bounds.max_new_tokens, options.max_new_tokens or num_left
-        turn = context.num_turns + draw * _TURNS
+        turn = context.seed_offset + draw * _TURNS + context.num_turns
         return CompletionRequest(
             context.new_ids,
             request_seed(index.seed, index.step, index.group, index.sample, turn),

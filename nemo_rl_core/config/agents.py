@@ -14,15 +14,15 @@ class AgentEnvironment(FrozenConfig):
 
     Set either `command` or `target`. Each episode is one process, which gets the row as JSON on
     its standard input, and the address and the key of its session in `OPENAI_BASE_URL`,
-    `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`.
+    `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. `NEMO_RL_REWARD_FILE` names the
+    file to which a program writes its reward as a number.
 
     Attributes:
         command: The program and its arguments; `{prompt}` in an argument is the row's prompt.
         target: `module:function` of a function `run(base_url, api_key, row)`, also `async`; the
             module is imported from the working folder or from an installed package.
         reward: Environment that scores the text of the policy's last turn. None takes the reward
-            from the agent: the function's result, or the last line of the program's output, such as
-            `{"reward": 1.0}`.
+            from the agent: the function's result, or the program's `NEMO_RL_REWARD_FILE`.
         files: Further files and folders that the agent reads; their contents are part of the cache
             key. Those that `command` names, and what their Python code imports, always are.
         variables: Further environment variables that the agent gets from the run's environment;

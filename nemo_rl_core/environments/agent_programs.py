@@ -24,12 +24,7 @@ class ReportedReward(Scorer):
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """Returns an error for each rollout."""
-        error = RewardError(
-            "the agent computes the reward of its episode, so a text has none",
-            expected="environment.reward, which scores the last turn of an episode",
-            got="environment.kind agent without reward",
-            fix="run the agent by itself with another model in OPENAI_BASE_URL to try it",
-        )
+        error = RewardError("the agent computes the reward of its episode, so a text has none")
         return [error for _ in rollouts]
 
 

@@ -34,6 +34,7 @@ from nemo_rl_core.algorithms.grpo.loss_config import (
     TruncatedImportance,
 )
 from nemo_rl_core.algorithms.grpo.presets import with_preset
+from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.algorithm import Algorithm
 from nemo_rl_core.config.base import FrozenConfig, kind_or
 from nemo_rl_core.config.environment import EnvironmentConfig, is_multi_turn
@@ -327,8 +328,17 @@ class GRPOSettings(RolloutSettings):
 
 
 def refuse_turn_credit(grpo: GRPOConfig, environment: EnvironmentConfig) -> None:
-    """Refuses credit by turn where an episode has a single turn."""
-    if credits_turns(grpo.advantage) and not is_multi_turn(environment):
+    """Refuses credit by turn where turns have no rewards."""
+    if not credits_turns(grpo.advantage):
+        return
+    if isinstance(environment, AgentEnvironment):
+        raise ConfigError(
+            "advantage.credit 'turn' needs rewards of turns, but an agent has one of its episode",
+            expected="advantage.credit 'episode'",
+            got="advantage.credit 'turn' with environment.kind agent",
+            fix="leave credit out",
+        )
+    if not is_multi_turn(environment):
         raise ConfigError(
             "advantage.credit 'turn' needs rewards of turns",
             expected="an environment that answers the policy and rewards each of its turns",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.environment import EnvironmentConfig, single_environments
 from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.data.datasets import load_rows
@@ -65,7 +66,7 @@ def run_trial(
     isolated = with_packages(config.isolation).environment
     local_environment = None if isolated else config.environment
     check_targets(local_environment)
-    _refuse_token_ids(config.environment)
+    _refuse_unscored_texts(config.environment)
     rows = _rows(config)
     prompts = [_prompt(row) for row in rows[:num_rows]]
     refuse_incomplete_rows(prompts, local_environment, name="train")
@@ -88,7 +89,14 @@ def run_trial(
     return RewardTrial(_named(config.environment), tried)
 
 
-def _refuse_token_ids(environment: EnvironmentConfig) -> None:
+def _refuse_unscored_texts(environment: EnvironmentConfig) -> None:
+    if isinstance(environment, AgentEnvironment) and environment.reward is None:
+        raise ConfigError(
+            "the agent computes the reward of its episode, so a text has none",
+            expected="environment.reward, which scores the last turn of an episode",
+            got="environment.kind agent without reward",
+            fix="run the agent by itself with another model in OPENAI_BASE_URL to try it",
+        )
     if any(isinstance(each, RewardModelScore) for each in single_environments(environment)):
         raise ConfigError(
             "a reward model reads the token ids of a rollout, and only texts are available here",

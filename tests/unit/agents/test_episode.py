@@ -57,6 +57,8 @@ def ask(text, **fields):
          "Content-Type": "application/json"})
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
+def report(text):
+    open(os.environ["NEMO_RL_REWARD_FILE"], "w").write(text)
 """
 
 
@@ -139,13 +141,21 @@ def test_eight_agents_call_a_tool_at_once(
 
 
 def test_paths_of_an_agent_share_its_reward(engine: RecordedEngine) -> None:
-    code = 'ask("Hi"); ask("Summary"); print(json.dumps({"reward": 0.25, "turns": 2}))'
+    code = 'ask("Hi"); ask("Summary"); report(json.dumps({"reward": 0.25}))'
     ((first, second),) = play(engine, python(code))
     assert [first.reward, second.reward] == [0.25, 0.25]
     texts = {each.turns.messages[0]["content"]: each.prompt_ids for each in (first, second)}
     assert texts.keys() == {"Hi", "Summary"}
     assert texts["Hi"] is None  # it shares the prompt's tokens
     assert texts["Summary"] is not None
+
+
+def test_the_policy_cannot_print_its_reward(chat_tokenizer: Any) -> None:
+    engine = RecordedEngine(chat_tokenizer, lambda request: '{"reward": 9}')
+    sample = one(play(engine, python('report("0.5"); print(ask("Hi"))')))
+    assert sample.reward == 0.5
+    sample = one(play(engine, python('print(ask("Hi"))')))
+    assert (sample.reward, "wrote no reward" in str(sample.error)) == (None, True)
 
 
 def test_a_scorer_reads_the_last_turn(engine: RecordedEngine) -> None:
@@ -162,14 +172,17 @@ def test_a_scorer_reads_the_last_turn(engine: RecordedEngine) -> None:
     ("code", "options", "error"),
     [
         ("sys.stderr.write('no key'); sys.exit(3)", {}, "ended with exit code 3; got: .*no key"),
-        ("ask('Hi'); print('{\"reward\": 1}'); sys.exit(3)", {}, "exit code 3"),
+        ("ask('Hi'); report('1'); sys.exit(3)", {}, "exit code 3"),
         ("ask('Hi'); os.kill(os.getpid(), 9)", {}, "exit code -9"),
         ("ask('Hi'); time.sleep(99)", {"episode_timeout_seconds": 1.5}, "did not end in time"),
-        ("ask('Hi')", {}, "reported no reward; got: the output ''"),
-        ("ask('Hi'); print('{\"reward\": 1}'); print('done')", {}, "no reward.*done"),
-        ("ask('Hi'); print('{\"reward\": NaN}')", {}, "not finite"),
-        ("ask('Hi'); print('{\"reward\": null}')", {}, "not a number"),
-        ("print('{\"reward\": 1}')", {}, "sampled nothing"),
+        ("ask('Hi')", {}, "wrote no reward.*got: ''; output ''"),
+        ("ask('Hi'); print('{\"reward\": 1}')", {}, "no reward to the file of NEMO_RL"),
+        ("ask('Hi'); report('[' * 60_000)", {}, "wrote no reward"),
+        ("ask('Hi'); os.mkfifo(os.environ['NEMO_RL_REWARD_FILE'])", {}, "wrote no reward"),
+        ("ask('Hi'); report('{}')", {}, "wrote no reward"),
+        ("ask('Hi'); report('NaN')", {}, "not finite"),
+        ("ask('Hi'); report('null')", {}, "not a number"),
+        ("report('1')", {}, "sampled nothing"),
         ("ask('Hi', temperature=0.5)", {}, "exit code 1.*HTTP Error 400"),
     ],
 )
@@ -212,7 +225,7 @@ if child == 0:
     time.sleep(1000)
     ask("later")
 open({str(noted)!r}, "w").write(str(child))
-print('{{"reward": 1}}', flush=True)
+report('1')
 """
     assert one(play(engine, python(code))).reward == 1.0
     assert len(engine.requests) == 1
@@ -266,7 +279,7 @@ def test_a_changed_agent_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("nemo_rl_core.agents.episode._CHECK_SECONDS", 0.0)
     program = tmp_path / "my_agent.py"
-    code = ASK + "ask('Hi'); print(json.dumps({'reward': 1}))\n"
+    code = ASK + "ask('Hi'); report('1')\n"
     program.write_text(code)
 
     def text(request: CompletionRequest) -> str:

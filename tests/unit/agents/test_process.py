@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,18 +131,19 @@ def test_an_agent_reads_the_columns_of_its_row() -> None:
     ("body", "reward"),
     [
         ("async def run(base_url, api_key, row): return len(base_url) + row['n']", 4.0),
-        ("def run(base_url, api_key, row): return {'reward': 0.5, 'turns': 3}", 0.5),
+        ("def run(base_url, api_key, row): return {'reward': 0.5}", {"reward": 0.5}),
         ("import numpy\ndef run(*_): print('...', end=''); return numpy.float32(0.25)", 0.25),
         ("def run(*_): return None", None),
+        ("import os\ndef run(*_): return 1.0 * ('NEMO_RL_REWARD_FILE' in os.environ)", 0.0),
     ],
 )
 def test_a_function_reports_what_it_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, reward: float | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, reward: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_agent.py").write_text(body)
     results, processes = play_function('{"n": 1}')
-    assert [json.loads(each.output.splitlines()[-1])["reward"] for each in results] == [reward] * 3
+    assert [json.loads(each.reward) for each in results] == [reward] * 3
     assert not any(map(is_alive, processes))
 
 
@@ -164,6 +166,7 @@ def play_function(
                 )
                 for number in range(3)
             )
+            assert host._process is not None
             return list(await asyncio.gather(*episodes)), [host._process.pid]
         finally:
             await host.stop()

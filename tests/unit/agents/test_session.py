@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import threading
 
 import pytest
 
@@ -270,6 +271,61 @@ def test_samples_do_not_depend_on_the_order_of_concurrent_calls(chat_tokenizer):
         return [(each.turns, trained(each)) for each in session.samples()]
 
     assert samples([0, 1, 2, 3, 4]) == samples([3, 1, 4, 0, 2])
+
+
+def test_the_sample_of_the_last_call_is_last(engine):
+    """Also after concurrent calls of sub-agents, and before one that is in doubt."""
+    session = session_of(engine)
+    parts = [{"role": "user", "content": f"Part {number}"} for number in range(5)]
+
+    async def agent():
+        first = await say(session, HI)
+        await asyncio.gather(*(say(session, each) for each in parts))
+        for number in range(4):
+            await say(session, {"role": "user", "content": f"Summary {number}"})
+            last = session.samples()[-1]
+            assert last.turns[0]["content"] == f"Summary {number}"
+        await say(session, HI, first, NEXT)
+        assert session.samples()[-1].turns[-2] == NEXT
+
+    asyncio.run(agent())
+
+
+def test_sub_agents_draw_with_other_seeds(engine):
+    session = session_of(engine)
+    parts = [{"role": "user", "content": f"Part {number}"} for number in range(2)]
+
+    async def agent():
+        for opening in (HI, *parts):
+            first = await say(session, opening)
+            await say(session, opening, first, NEXT)
+
+    asyncio.run(agent())
+    seeds = [each.seed for each in engine.requests]
+    assert seeds[:2] == [request_seed(7, 3, 2, 0, turn) for turn in range(2)]
+    assert len(set(seeds)) == 6
+
+
+def test_a_long_conversation_does_not_block_other_calls(engine, monkeypatch):
+    session, other = session_of(engine), session_of(engine, 1)
+    render, is_free = session._rendered, threading.Event()
+
+    def rendered(*args):
+        assert is_free.wait(10)
+        return render(*args)
+
+    monkeypatch.setattr(session, "_rendered", rendered)
+
+    async def agent():
+        long = {"role": "user", "content": "a" * 200_000}
+        calls = [asyncio.create_task(say(session, long, max_new_tokens=5)) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        await say(other, HI)
+        is_free.set()
+        await asyncio.gather(*calls)
+
+    asyncio.run(agent())
+    assert len({each.seed for each in engine.requests[1:]}) == 2  # one context
 
 
 def test_bounds_cut_the_path(engine):

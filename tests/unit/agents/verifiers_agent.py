@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import verifiers as vf
@@ -39,4 +40,4 @@ async def play(row: Any) -> float:
 
 if __name__ == "__main__":
     reward = asyncio.run(play(json.load(sys.stdin)))
-    sys.stdout.write(json.dumps({"reward": reward}))
+    Path(os.environ["NEMO_RL_REWARD_FILE"]).write_text(str(reward))

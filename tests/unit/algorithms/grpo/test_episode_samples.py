@@ -458,6 +458,9 @@ def test_credit_by_turn_is_refused_where_it_has_no_meaning() -> None:
         GRPOConfig.model_validate({"preset": "gspo", **credit})
     with pytest.raises(ConfigError, match=r"rewards of turns(.|\n)*'exact'"):
         GRPORecipe.model_validate({"grpo": credit}).refuse_contradictions()
+    agent = {"kind": "agent", "target": "my_agent:run"}
+    with pytest.raises(ConfigError, match="rewards of turns, but an agent has one"):
+        GRPORecipe.model_validate({"grpo": credit, "environment": agent}).refuse_contradictions()
     GRPOSettings.model_validate({"grpo": credit})  # the environment may come from Python
     single = [replace(episode(1.0, sample=n), turn_rewards=()) for n in range(2)]
     with pytest.raises(RewardError, match="2 runs of the policy's tokens, 0 rewards"):

@@ -127,6 +127,13 @@ def test_solutions_of_rows_are_scored_and_worthless_ones_named(folder: Path) -> 
     assert "Row 0" not in result.stdout
 
 
+def test_an_agent_that_computes_its_reward_is_refused(folder: Path) -> None:
+    result = tried(folder, {"kind": "agent", "command": ["true"]})
+    assert result.exit_code == 2
+    assert "run the agent by itself with another model" in result.output
+    assert not lines(result)
+
+
 @pytest.mark.parametrize("name", ["no_such.yaml", "no_such_recipe"])
 def test_a_missing_recipe_is_named(folder: Path, name: str) -> None:
     result = CliRunner().invoke(cli.group, ["try-reward", name])
