@@ -122,6 +122,8 @@ async def _call(client: "Client", tool: str, /, **arguments: Any) -> str:
         if error.code != CONNECTION_CLOSED:
             raise ValueError(str(error)) from error
         raise _broken(tool, error) from error
+    except (RuntimeError, ValueError) as error:  # a result that does not fit its schema
+        raise ValueError(str(error)) from error
     # Broad on purpose: each transport has its errors for a server that has ended.
     except Exception as error:
         raise _broken(tool, error) from error

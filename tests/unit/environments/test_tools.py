@@ -26,6 +26,7 @@ from nemo_rl_core.environments.remote import _End, _EnvironmentActor, _Turn
 from nemo_rl_core.environments.tools import calling
 from nemo_rl_core.environments.tools.calling import BrokenToolError
 from nemo_rl_core.environments.tools.environment import TextCall, ToolEnvironment, find_call
+from nemo_rl_core.environments.tools.mcp_source import _call
 from nemo_rl_core.environments.tools.sources import make_source, schemas_of
 from nemo_rl_core.errors import ConfigError
 from tests.unit.environments import tools_of_a_user
@@ -531,6 +532,21 @@ def test_a_server_that_does_not_start_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
         check_targets(config)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(RuntimeError("no text"), ValueError), (OSError("closed"), BrokenToolError)],
+)
+def test_a_result_that_does_not_fit_its_schema_does_not_close_the_server(
+    error: Exception, raised: type[Exception]
+) -> None:
+    class Client:
+        async def call_tool(self, name: str, arguments: Any) -> Any:
+            raise error
+
+    with pytest.raises(raised):
+        asyncio.run(_call(Client(), "lookup"))  # type: ignore[arg-type]
 
 
 SILENT = """
