@@ -25,8 +25,15 @@ def event_loop() -> asyncio.AbstractEventLoop:
 @cache
 def _started_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=_THREAD, daemon=True).start()
+    threading.Thread(target=_run, args=(loop,), name=_THREAD, daemon=True).start()
     return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        # A coroutine that raises these also stops the loop, which others still wait for.
+        with suppress(KeyboardInterrupt, SystemExit):
+            loop.run_forever()
 
 
 os.register_at_fork(after_in_child=_started_loop.cache_clear)

@@ -168,6 +168,8 @@ class ActorPool:
     def _assign(self) -> None:
         """Gives idle actors to calls, in the order of the calls."""
         for waiting in list(self._waiting):
+            if not self._idle:
+                return
             home, number = waiting
             suitable = [each for each in self._idle if home in (None, each)]
             if suitable and not number.done():

@@ -34,8 +34,11 @@ async def play(prompt: Prompt, episode: Episode, complete: Complete) -> Sequence
         return await episode.play(complete)
     except WorkerError:
         raise
-    # SystemExit too, which would end the event loop.
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (becomes the error of the episode)
+    # SystemExit too, and a CancelledError that only the code of the episode has raised.
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
         name = f"{type(error).__name__}: {shorten(str(error))}{user_location(error)}"
         text = error.in_one_line if isinstance(error, NemoRLError) else name
         return [PlayedEpisode.failed(prompt, text)]
@@ -78,6 +81,7 @@ async def _played(
     engine = Gathered(complete_or_stop, calls)
     tasks = [asyncio.create_task(play(*each, engine.ask)) for each in episodes]
     playing = asyncio.gather(*tasks)
+    playing.add_done_callback(lambda done: done.cancelled() or done.exception())  # not logged
     try:
         await asyncio.wait([playing, stopped], return_when=asyncio.FIRST_COMPLETED)
         return stopped.result() if stopped.done() else playing.result()

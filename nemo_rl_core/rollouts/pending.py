@@ -87,7 +87,7 @@ class PendingStep:
     @property
     def has_ended_draw(self) -> bool:
         """Whether all rollouts of its draw have ended and `on_draw` does not have them yet."""
-        return bool(self.draw) and not self.missing
+        return bool(self.draw) and all(each.is_over for each in self.draw)
 
 
 def remote_rollouts(

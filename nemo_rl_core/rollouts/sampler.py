@@ -116,6 +116,8 @@ class Sampler(AbstractContextManager["Sampler"]):
     Attributes:
         environment: Environment that answers the policy's turns; None for single-turn rollouts.
         scores_on_a_gpu: Whether a model scores on one of the trainer's GPUs.
+        plays_episodes: Whether rollouts may have several turns, and are scored while they are
+            sampled.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class Sampler(AbstractContextManager["Sampler"]):
             self.generation = CustomEngineAdapter(generation, setup, gate=gate)
         self._max_failed_fraction = settings.rollouts.max_failed_fraction
         self.engine = self._rollout_engine(settings)
+        self.plays_episodes = not isinstance(self.engine, SingleTurnRollouts)
 
     @property
     def _engine_class(self) -> Callable[..., Generation]:
@@ -181,11 +184,6 @@ class Sampler(AbstractContextManager["Sampler"]):
             seed=settings.seed,
             bounds=Bounds.of(settings),
         )
-
-    @property
-    def plays_episodes(self) -> bool:
-        """Whether rollouts may have several turns, and are scored while they are sampled."""
-        return not isinstance(self.engine, SingleTurnRollouts)
 
     @property
     def num_restarts(self) -> tuple[int, int]:

@@ -124,7 +124,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
         self._failure: BaseException | None = None  # of the thread
         self._is_closed = False
         self._threads = [
-            threading.Thread(target=each, name="rollouts", daemon=True)
+            threading.Thread(target=self._guarded, args=(each,), name="rollouts", daemon=True)
             for each in (self._run, self._calls.serve)
         ]
         for thread in self._threads:
@@ -330,22 +330,25 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
 
     def _run(self) -> None:
         """Polls the engine, submits the next turns and ends draws, in the thread."""
+        while True:
+            with self._lock:
+                while not (self._is_closed or self._must_poll()):
+                    self._lock.wait()
+                if self._deadline is None:
+                    self._pause()
+                else:
+                    self._lock.wait(_AWAITED_POLL_SECONDS)
+                self._polls_next = False
+                if self._is_closed:
+                    return
+                self._poll()
+            self._end_draws()
+            with self._lock:
+                self._lock.notify_all()
+
+    def _guarded(self, run: Callable[[], None]) -> None:
         try:
-            while True:
-                with self._lock:
-                    while not (self._is_closed or self._must_poll()):
-                        self._lock.wait()
-                    if self._deadline is None:
-                        self._pause()
-                    else:
-                        self._lock.wait(_AWAITED_POLL_SECONDS)
-                    self._polls_next = False
-                    if self._is_closed:
-                        return
-                    self._poll()
-                self._end_draws()
-                with self._lock:
-                    self._lock.notify_all()
+            run()
         # Broad on purpose: an exception in a thread would be lost, a `SystemExit` of a user's hook
         # even silently; `take` raises it.
         except BaseException as error:  # noqa: BLE001 (raised by take)

@@ -77,8 +77,3 @@ AdvantageConfig = Annotated[
     | CustomAdvantage,
     Field(discriminator="kind"),
 ]
-
-
-def credits_turns(advantage: AdvantageConfig) -> bool:
-    """Whether turns have different advantages."""
-    return isinstance(advantage, _OfGroup) and advantage.credit == "turn"

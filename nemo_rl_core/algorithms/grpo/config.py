@@ -23,7 +23,6 @@ from nemo_rl_core.algorithms.grpo.advantage_config import (
     GroupNormalized,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
-    credits_turns,
 )
 from nemo_rl_core.algorithms.grpo.loss_config import (
     ClippedLoss,
@@ -325,6 +324,11 @@ class GRPOSettings(RolloutSettings):
             samples_ahead=self.grpo.asynchronous is not None,
         )
         return self
+
+
+def credits_turns(advantage: AdvantageConfig) -> bool:
+    """Whether turns have different advantages."""
+    return getattr(advantage, "credit", "episode") == "turn"
 
 
 def refuse_turn_credit(grpo: GRPOConfig, environment: EnvironmentConfig) -> None:

@@ -15,9 +15,13 @@ from nemo_rl_core.algorithms.grpo.advantage_config import (
     LeaveOneOut,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
+)
+from nemo_rl_core.algorithms.grpo.config import (
+    GRPOConfig,
+    OverlongFilter,
+    OverlongPenalty,
     credits_turns,
 )
-from nemo_rl_core.algorithms.grpo.config import GRPOConfig, OverlongFilter, OverlongPenalty
 from nemo_rl_core.config.kl import KLInReward
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, RewardError

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from nemo_rl_core.algorithms.grpo.advantage_config import GDPO, AdvantageConfig, credits_turns
-from nemo_rl_core.algorithms.grpo.config import DynamicSampling
+from nemo_rl_core.algorithms.grpo.advantage_config import GDPO, AdvantageConfig
+from nemo_rl_core.algorithms.grpo.config import DynamicSampling, credits_turns
 from nemo_rl_core.algorithms.grpo.data import grpo_batch
 from nemo_rl_core.config.functions import CustomAdvantage
 from nemo_rl_core.functional.advantages import informative_groups, zero_variance_fraction

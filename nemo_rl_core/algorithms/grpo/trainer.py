@@ -6,8 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
-from nemo_rl_core.algorithms.grpo.advantage_config import credits_turns
-from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings, refuse_turn_credit
+from nemo_rl_core.algorithms.grpo.config import (
+    GRPOConfig,
+    GRPOSettings,
+    credits_turns,
+    refuse_turn_credit,
+)
 from nemo_rl_core.algorithms.grpo.data import (
     add_advantages,
     differs_by_token,

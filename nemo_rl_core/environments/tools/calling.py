@@ -9,13 +9,18 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from nemo_rl_core.errors import NemoRLError
+from nemo_rl_core.errors import NemoRLError, RewardError
 
 T = TypeVar("T")
 Schema = dict[str, Any]
 """A tool in OpenAI's form: `{"type": "function", "function": {"name": ..., ...}}`."""
 Function = Callable[..., Any]
 """A tool's function, whose result may be awaitable; an exception is an answer to the policy."""
+
+
+_MAX_LEFT = 256
+_left: set[threading.Thread] = set()
+"""Threads of calls that nobody waits for any more, such as those that have timed out."""
 
 
 class BrokenToolError(NemoRLError):
@@ -39,7 +44,19 @@ async def invoke(function: Function, arguments: Mapping[str, Any]) -> Any:
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """Runs a blocking call in a daemon thread, so that one that hangs cannot block the exit."""
+    """Runs a blocking call in a daemon thread, so that one that hangs cannot block the exit.
+
+    Raises:
+        RewardError: If too many calls still run that nobody waits for.
+    """
+    if len(_left) >= _MAX_LEFT:
+        _left.difference_update([each for each in _left if not each.is_alive()])
+    if len(_left) >= _MAX_LEFT:
+        raise RewardError(
+            f"{_MAX_LEFT} calls of tools that have timed out are still running",
+            expected="tools that end soon after environment.call_timeout_seconds",
+            fix="give what the tool waits for, such as a request, a separate time limit",
+        )
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
@@ -55,15 +72,20 @@ async def in_thread(call: Callable[[], T]) -> T:
         try:
             value = call()
         # Broad on purpose: the coroutine raises it.
-        except (StopIteration, SystemExit) as error:  # a future cannot raise these
-            finish(result.set_exception, RuntimeError(repr(error)))
         except BaseException as error:  # noqa: BLE001 (raised by the coroutine)
-            finish(result.set_exception, error)
+            # A future cannot raise StopIteration, and others would end more than this call.
+            is_usual = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            finish(result.set_exception, error if is_usual else RuntimeError(repr(error)))
         else:
             finish(result.set_result, value)
 
-    threading.Thread(target=run, daemon=True).start()
-    return await result
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        return await result
+    except asyncio.CancelledError:
+        _left.add(thread)
+        raise
 
 
 def misfit(schema: Schema, function: Function, arguments: Any) -> str | None:

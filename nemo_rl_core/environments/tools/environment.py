@@ -12,6 +12,7 @@ turns. Without such a template the prompt must describe the tools; a call is the
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -47,6 +48,7 @@ from nemo_rl_core.environments.tools.sources import ToolSource
 from nemo_rl_core.errors import NemoRLError, RewardError
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
+_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 FAILURES = ("unknown", "arguments", "malformed", "timeout", "raised")
 """Outcomes of calls besides `answered`."""
@@ -123,7 +125,13 @@ class ToolEnvironment:
     async def end_episode(self, metadata: Any) -> None:
         """Closes the objects and sessions of an episode that is over."""
         if opened := self._episodes.pop(metadata.get("episode", ""), None):
-            await opened.stack.aclose()
+            try:
+                async with asyncio.timeout(_CLOSE_SECONDS) as limit:
+                    await opened.stack.aclose()
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                _LOG.warning("the tools of an episode did not close in %g s", _CLOSE_SECONDS)
 
     def shutdown(self) -> None:
         """Closes all tools and the scorer."""
@@ -156,18 +164,17 @@ class ToolEnvironment:
             outcome = await self._scores.ask(_as_rollout(log, state))
             await self.end_episode(state)
             return failed(outcome) if isinstance(outcome, RewardError) else Reply(outcome)
-        shared = None
         try:
             functions, state = await self._functions(state)
-            shared = self._shared
             results = await asyncio.gather(
                 *(self._result(call["function"], functions, state) for call in calls)
             )
         except NemoRLError as error:  # not the policy's fault
-            if isinstance(error, BrokenToolError) and shared is self._shared:
-                await self._close_shared()  # opened again for the next call
             await self.end_episode(state)
             return Reply(error=error.in_one_line)
+        except BaseException:  # cancelled, for example
+            await self.end_episode(state)
+            raise
         answers = [_answer(call, *each) for call, each in zip(calls, results, strict=True)]
         if faults:
             answers = _with_faults(answers, faults)
@@ -176,12 +183,14 @@ class ToolEnvironment:
 
     async def _functions(self, state: dict[str, Any]) -> tuple[dict[str, Function], dict[str, Any]]:
         """Returns the functions of an episode, and its state with the name of its objects."""
-        if self._shared is None:
-            self._shared = asyncio.create_task(_open(self._once, {}))
+        opening = self._shared
+        if opening is None:
+            opening = self._shared = asyncio.create_task(_open(self._once, {}))
         try:
-            shared = (await asyncio.shield(self._shared)).functions
+            shared = (await asyncio.shield(opening)).functions
         except NemoRLError:
-            self._shared = None  # opened again for the next call
+            if self._shared is opening:
+                self._shared = None  # opened again for the next call
             raise
         if not self._each:
             return shared, state
@@ -208,13 +217,15 @@ class ToolEnvironment:
             names = ", ".join(sorted(shown & functions.keys()))
             return f"error: there is no tool {shorten(name, 40)!r}, only {names}", "unknown"
         function = functions[name]
-        if fault := misfit(self._schemas[name], function, arguments):
-            return self._cut(f"error: {fault}"), "arguments"
         limit = self._config.call_timeout_seconds
         try:
             async with asyncio.timeout(limit) as timeout:
+                if fault := misfit(self._schemas[name], function, arguments):
+                    return self._cut(f"error: {fault}"), "arguments"
                 return self._cut(as_text(await invoke(function, arguments))), "answered"
-        except NemoRLError:
+        except NemoRLError as error:
+            if isinstance(error, BrokenToolError) and self._is_shared(name, function):
+                await self._close_shared()  # opened again for the next call
             raise
         # Broad on purpose: a tool may raise anything.
         except Exception as error:  # noqa: BLE001 (becomes the answer)
@@ -223,6 +234,10 @@ class ToolEnvironment:
             text = str(error) or type(error).__name__
             named = text if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             return self._cut(f"error: {named}"), "raised"
+
+    def _is_shared(self, name: str, function: Function) -> bool:
+        shared = self._shared
+        return bool(shared and shared.done() and shared.result().functions.get(name) is function)
 
     def _cut(self, text: str) -> str:
         most = self._config.max_result_characters
@@ -276,9 +291,9 @@ async def _open(sources: Sequence[ToolSource], row: Mapping[str, Any]) -> _Opene
         async with asyncio.timeout(_OPEN_SECONDS):
             for source in sources:
                 functions |= await source.open(row, stack)
-    except Exception as error:
+    except BaseException as error:
         await stack.aclose()
-        if isinstance(error, NemoRLError):
+        if isinstance(error, NemoRLError) or not isinstance(error, Exception):
             raise
         raise RewardError(
             "the tools of an episode cannot be opened",

@@ -19,6 +19,7 @@ from nemo_rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from mcp import Client
+    from mcp_types import Tool
 
 _START_SECONDS = 60.0
 _LISTED: dict[str, list[Schema]] = {}
@@ -87,26 +88,28 @@ class McpSource:
         schemas: list[Schema] = []
         async with AsyncExitStack() as stack:
             client = await self._connected(stack)
-            cursor: str | None = None
-            while True:
-                page = await client.list_tools(cursor=cursor)
-                schemas += [
-                    {
-                        "type": "function",
-                        "function": {
-                            "name": each.name,
-                            "description": each.description or each.title or "",
-                            "parameters": each.input_schema,
-                        },
-                    }
-                    for each in page.tools
-                ]
-                cursor = page.next_cursor
-                if not cursor:
-                    break
+            cursor: str | None = ""
+            try:
+                async with asyncio.timeout(_START_SECONDS):
+                    while cursor is not None:
+                        page = await client.list_tools(cursor=cursor or None)
+                        schemas += map(_schema, page.tools)
+                        cursor = page.next_cursor or None
+            # Broad on purpose, as above.
+            except Exception as error:
+                raise _unreachable(self._config, error, "") from error
         if not schemas:
             raise _unreachable(self._config, ValueError("a server without tools"), "")
         return schemas
+
+
+def _schema(tool: "Tool") -> Schema:
+    function = {
+        "name": tool.name,
+        "description": tool.description or tool.title or "",
+        "parameters": tool.input_schema,
+    }
+    return {"type": "function", "function": function}
 
 
 async def _call(client: "Client", tool: str, /, **arguments: Any) -> str:
@@ -119,6 +122,8 @@ async def _call(client: "Client", tool: str, /, **arguments: Any) -> str:
         if error.code != CONNECTION_CLOSED:
             raise ValueError(str(error)) from error
         raise _broken(tool, error) from error
+    except (RuntimeError, ValueError) as error:  # a result that does not fit its schema
+        raise ValueError(str(error)) from error
     # Broad on purpose: each transport has its errors for a server that has ended.
     except Exception as error:
         raise _broken(tool, error) from error

@@ -75,6 +75,16 @@ def test_a_cancelled_question_is_not_asked(served: Any) -> None:
     assert asked == [["b"]]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_a_coroutine_raises_does_not_end_the_loop(error: type[BaseException]) -> None:
+    async def fail() -> None:
+        raise error
+
+    with pytest.raises(error):
+        run_on_loop(fail())
+    assert run_on_loop(asyncio.sleep(0, "alive")) == "alive"
+
+
 def test_an_interrupt_leaves_the_serving_thread() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt

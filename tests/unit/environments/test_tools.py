@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,10 @@ from nemo_rl_core.environments.interfaces import EnvironmentReturn, Scorer
 from nemo_rl_core.environments.multi_turn.replies import SHOWN_TOOLS
 from nemo_rl_core.environments.needs import check_targets
 from nemo_rl_core.environments.remote import _End, _EnvironmentActor, _Turn
+from nemo_rl_core.environments.tools import calling
+from nemo_rl_core.environments.tools.calling import BrokenToolError
 from nemo_rl_core.environments.tools.environment import TextCall, ToolEnvironment, find_call
+from nemo_rl_core.environments.tools.mcp_source import _call
 from nemo_rl_core.environments.tools.sources import make_source, schemas_of
 from nemo_rl_core.errors import ConfigError
 from tests.unit.environments import tools_of_a_user
@@ -242,6 +245,95 @@ def test_each_episode_has_an_object_whose_calls_are_in_order() -> None:
     assert "the objects of the episode's tools are lost" in errors[0]
 
 
+def session(**arguments: float) -> dict[str, Any]:
+    return {"kind": "function", "target": f"{MODULE}:Session", "arguments": arguments}
+
+
+@pytest.mark.parametrize("tools", [[session()], [session(), session(opening=0.4)]])
+def test_a_cancelled_step_closes_the_objects_of_its_episode(tools: list[Any]) -> None:
+    tools_of_a_user.closed.clear()
+    made = environment(*tools)
+
+    async def play() -> None:
+        task = asyncio.create_task(step(made, asks(call("hold", {}))))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(play())
+    assert (tools_of_a_user.closed, made._episodes) == ([-1], {})
+
+
+def test_an_object_that_does_not_close_costs_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_rl_core.environments.tools.environment._CLOSE_SECONDS", 0.1)
+    made = environment(session(closing=99), call_timeout_seconds=0.1)
+
+    async def play() -> EnvironmentReturn:
+        first = await step(made, asks(call("hold", {})))
+        return await step(made, {"role": "assistant", "content": "408"}, first.metadata[0])
+
+    assert asyncio.run(play()).rewards.tolist() == [1.0]
+
+
+class Opened:
+    """A source with one tool; counts how often it was opened and closed."""
+
+    def __init__(self, name: str, *, stateful: bool, parameters: Any = None) -> None:
+        self.schemas = [{"type": "function", "function": {"name": name, "parameters": parameters}}]
+        self.name, self.stateful, self.counts = name, stateful, [0, 0]
+
+    async def open(self, row: Mapping[str, Any], stack: AsyncExitStack) -> dict[str, Any]:
+        async def call() -> str:
+            raise BrokenToolError(f"{self.name} has ended")
+
+        async def close() -> None:
+            self.counts[1] += 1
+
+        self.counts[0] += 1
+        stack.push_async_callback(close)
+        return {self.name: call}
+
+
+def test_a_session_that_ends_costs_only_its_own_episode() -> None:
+    shared, each = Opened("shared", stateful=False), Opened("each", stateful=True)
+    made = ToolEnvironment(ToolUse(), [shared, each], Answers())
+
+    async def play() -> list[Any]:
+        seen = []
+        for name in ("each", "shared", "shared"):
+            answer = await step(made, asks(call(name, {}), call(name, {})))
+            seen.append((answer.errors, [*shared.counts]))
+        return seen
+
+    assert asyncio.run(play()) == [
+        (["each has ended"], [1, 0]),
+        (["shared has ended"], [1, 1]),
+        (["shared has ended"], [2, 2]),
+    ]
+    assert each.counts == [3, 3]
+
+
+def test_a_schema_that_cannot_be_checked_is_an_answer() -> None:
+    source = Opened("ask", stateful=False, parameters={"type": "objekt"})
+    made = ToolEnvironment(ToolUse(), [source], Answers())
+    ((content, outcome),) = contents(made, call("ask", {}))
+    assert (content[:18], outcome) == ("error: UnknownType", "raised")
+
+
+def test_calls_that_still_run_after_their_time_limit_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calling, "_MAX_LEFT", 1)
+    monkeypatch.setattr(calling, "_left", set())
+    made = environment("sleep", "echo", call_timeout_seconds=0.1)
+    assert contents(made, call("sleep", {"seconds": 0.5}))[0][1] == "timeout"
+    (error,) = asyncio.run(step(made, asks(call("echo", {"text": "a"})))).errors or ()
+    assert error == "1 calls of tools that have timed out are still running"
+    time.sleep(0.5)
+    assert contents(made, call("echo", {"text": "a"})) == [("a", "answered")]
+
+
 def test_the_actor_of_an_environment_keeps_the_objects_of_its_episodes() -> None:
     tools_of_a_user.closed.clear()
     actor = _EnvironmentActor(lambda: environment("Account"))
@@ -439,4 +531,43 @@ def test_a_server_that_does_not_start_is_refused() -> None:
         {"tools": [{"kind": "mcp", "command": [sys.executable, "-c", "1/0"]}]}
     )
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        check_targets(config)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(RuntimeError("no text"), ValueError), (OSError("closed"), BrokenToolError)],
+)
+def test_a_result_that_does_not_fit_its_schema_does_not_close_the_server(
+    error: Exception, raised: type[Exception]
+) -> None:
+    class Client:
+        async def call_tool(self, name: str, arguments: Any) -> Any:
+            raise error
+
+    with pytest.raises(raised):
+        asyncio.run(_call(Client(), "lookup"))  # type: ignore[arg-type]
+
+
+SILENT = """
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    if request.get("method") == "initialize":
+        result = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}
+        result["serverInfo"] = {"name": "silent", "version": "1"}
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)
+    elif "id" in request and request["method"] != "tools/list":
+        error = {"code": -32601, "message": "no"}
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "error": error}), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_list_its_tools_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_rl_core.environments.tools.mcp_source._START_SECONDS", 3.0)
+    config = ToolUse.model_validate(
+        {"tools": [{"kind": "mcp", "command": [sys.executable, "-c", SILENT]}]}
+    )
+    with pytest.raises(ConfigError, match="cannot be asked for its tools"):
         check_targets(config)

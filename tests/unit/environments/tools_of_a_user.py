@@ -73,6 +73,22 @@ class Account:
         closed.append(self.balance)
 
 
+class Session:
+    """Takes long to open, to answer or to close."""
+
+    def __init__(self, opening: float = 0.0, closing: float = 0.0) -> None:
+        self.closing = closing
+        time.sleep(opening)
+
+    async def hold(self) -> None:
+        """Waits."""
+        await asyncio.sleep(99)
+
+    async def close(self) -> None:
+        closed.append(-1)
+        await asyncio.sleep(self.closing)
+
+
 class Greeting:
     """Speaks before the policy."""
 

@@ -185,6 +185,19 @@ def test_an_error_of_an_asynchronous_step_is_that_of_its_episode(
     assert "the environment 'Broken' raised for prompt '8='" in str(rollout.error)
 
 
+class Cancelled(MultiTurnEpisode):
+    async def play(self, complete: Complete) -> list[PlayedEpisode]:
+        if self._index.sample == 1:
+            raise asyncio.CancelledError  # of a task that it has started
+        return await super().play(complete)
+
+
+def test_a_cancellation_that_nobody_has_asked_for_is_an_error_of_its_episode(
+    play_with: Any,
+) -> None:
+    assert [each.error is None for each in play_with(Cancelled)] == [True, False, True]
+
+
 class Lost(MultiTurnEpisode):
     async def play(self, complete: Complete) -> list[PlayedEpisode]:
         raise WorkerError("the environment failed in 32 consecutive calls")

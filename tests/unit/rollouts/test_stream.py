@@ -176,6 +176,23 @@ def test_turns_are_taken_before_anybody_waits(make: Any, environment: Patient, a
     ]
 
 
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+def test_what_ends_the_environments_thread_is_raised_by_take(
+    make: Any, environment: Patient, ask: Any
+) -> None:
+    def fail(call: int) -> None:
+        raise Panic
+
+    environment.before = fail
+    stream = make()
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    with pytest.raises(Panic):
+        stream.take(1)
+
+
 def test_look_polls_the_engine_at_once(
     make: Any, environment: Patient, ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,9 +15,13 @@ from torch import Tensor
 from nemo_rl_core.algorithms.grpo.advantage_config import (
     GroupCentered,
     GroupNormalized,
+)
+from nemo_rl_core.algorithms.grpo.config import (
+    DynamicSampling,
+    GRPOConfig,
+    GRPOSettings,
     credits_turns,
 )
-from nemo_rl_core.algorithms.grpo.config import DynamicSampling, GRPOConfig, GRPOSettings
 from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch, with_outcomes
 from nemo_rl_core.algorithms.grpo.dynamic_sampling import StepDraws
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
