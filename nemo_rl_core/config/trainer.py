@@ -180,10 +180,9 @@ class RolloutLimits(FrozenConfig):
             environment's; None takes `generation.max_new_tokens`.
         max_failed_fraction: Maximum fraction of failures among rollouts that are scored at once;
             above it the run stops.
-        history: What the policy reads where the chat template rewrites past turns, for example
-            without their reasoning: the past `as_sampled`, in one training sample, or the
-            template's conversation, which begins another sample of the episode at each turn
-            (`split`).
+        history: Past turns that the policy reads if the chat template rewrites them, for example
+            without their reasoning: `as_sampled`, in one training sample, or as the template writes
+            them (`split`), which begins another sample of the episode at each turn.
     """
 
     max_turns: PositiveInt = 16

@@ -120,7 +120,7 @@ class _CallParser:
     def read(
         self, ids: list[int], tools: Tools, *, has_opening: bool = False
     ) -> SampledTurn | None:
-        """Reads a turn; None stands for plain text.
+        """Reads a turn; returns None for plain text.
 
         Args:
             has_opening: Whether the turn contains the part of the generation prompt.

@@ -163,7 +163,7 @@ class MultiTurnEpisode:
         self._is_cut = result.truncated
 
     def _read(self, result: CompletionResult) -> Turn:
-        """Returns a turn of the policy; only one after a prompt with tools has calls."""
+        """Returns a turn of the policy, with calls only if the prompt has tools."""
         if not self._tools:
             return {"role": "assistant", "content": result.text}
         columns = RemoteRows.of_each([result.sequence.row]).of_column("input_ids").fetched()

@@ -335,12 +335,12 @@ def _in_text(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_rollout(log: Sequence[Message], state: Mapping[str, Any]) -> Rollout:
-    asked = [dict(turn) for turn in log[: state["num_prompt_turns"]]]
-    is_plain = len(asked) == 1 and asked[0]["role"] == "user"
+    question = [dict(turn) for turn in log[: state["num_prompt_turns"]]]
+    is_plain = len(question) == 1 and question[0]["role"] == "user"
     row = {key: value for key, value in state.items() if key not in _STATE}
     prompt = Prompt(
         id=str(row.get("id", "")),
-        text=asked[0]["content"] if is_plain else json.dumps(asked, ensure_ascii=False),
+        text=question[0]["content"] if is_plain else json.dumps(question, ensure_ascii=False),
         token_ids=(),
         answer=row.pop("answer"),
         task=row.pop("task"),

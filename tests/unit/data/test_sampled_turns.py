@@ -46,7 +46,7 @@ PARSERS = {
 }
 """Templates that write calls, and what reads them; other templates write none."""
 
-ONE_CALL = {"gptoss", "llama3_1", "llama3_2"}  # write one call a turn at most
+ONE_CALL = {"gptoss", "llama3_1", "llama3_2"}  # write at most one call per turn
 NOT_ESCAPED = {"lfm2_2_5", "lfm2_2_5_v2"}  # write a quote in a text as it is
 WITH_REASONING = {
     "diffusion_gemma", "gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5", "glm4moe", "gptoss",
