@@ -111,7 +111,7 @@ USED_BY = {
     ("nemo_rl_core.environments.multi_turn.replies", "(Exception, SystemExit)"),
     ("nemo_rl_core.environments.needs", "RewardError"),
     ("nemo_rl_core.environments.remote", "RewardError"),
-    ("nemo_rl_core.rollouts.driver", "(Exception, SystemExit)"),
+    ("nemo_rl_core.rollouts.driver", "(Exception, SystemExit, asyncio.CancelledError)"),
     ("nemo_rl_core.rollouts.driver", "Exception"),
     ("nemo_rl_core.environments.rewards.awaiting", "(Exception, SystemExit)"),
     (
@@ -149,10 +149,11 @@ USED_BY = {
     ("nemo_rl_core.environments.sandbox.launcher", "BaseException"),
     ("nemo_rl_core.environments.sandbox.launcher", "Exception"),
     # The errors of the project end the conversation; what else a tool raises is an answer.
-    ("nemo_rl_core.environments.tools.calling", "(StopIteration, SystemExit)"),
     ("nemo_rl_core.environments.tools.calling", "BaseException"),
     ("nemo_rl_core.environments.tools.calling", "TypeError"),
     ("nemo_rl_core.environments.tools.environment", "NemoRLError"),
+    # An object that cannot be made fails its episode.
+    ("nemo_rl_core.environments.tools.environment", "BaseException"),
     ("nemo_rl_core.environments.tools.mcp_source", "Exception"),
     ("nemo_rl_core.environments.tools.mcp_source", "MCPError"),
 }
