@@ -15,7 +15,7 @@ from nemo_rl_core.games.guess_number import NumberGuess
 from nemo_rl_core.trainers.fit.fitting import TrainResult
 from tests.unit.agents.test_same_episodes import AGENT, OwnPace
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("session")]
 
 
 def trained(**options: Any) -> TrainResult:
@@ -32,6 +32,7 @@ def trained(**options: Any) -> TrainResult:
         max_prompt_tokens=48,
         seed=3,
         validate_every_num_steps=2,
+        cluster={"num_threads": 1},  # the session that tests share; another one would keep its CPUs
         **options,
     )
 
