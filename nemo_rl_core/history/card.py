@@ -19,6 +19,7 @@ from nemo_rl_core.history.card_evaluations import CardEvaluation
 from nemo_rl_core.history.differences import flat
 from nemo_rl_core.store.ancestry import Ancestor, ancestry_of
 from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.telemetry.curves import sparkline
 
 _SHOWN_SETTINGS = 60
@@ -221,7 +222,7 @@ def _training(manifests: Sequence[Manifest], store: Path) -> str:
         best = each.choices.get("keep_best", "")
         lines.append(
             f"**{each.stage}**, seed {each.seed}: {each.cost.tokens:,} tokens"
-            f"{_curve(store / each.name)}{f'; the model of {best}' if best else ''}.\n"
+            f"{_curve(store, each.name)}{f'; the model of {best}' if best else ''}.\n"
         )
         if bits := quantized_base(each):
             lines.append(
@@ -240,14 +241,16 @@ def _training(manifests: Sequence[Manifest], store: Path) -> str:
     return "\n".join(lines)
 
 
-def _curve(artifact: Path) -> str:
+def _curve(store: Path, name: str) -> str:
     """Returns the curve of the reward or the loss of an artifact as text, if it is recorded."""
-    path = artifact / "metrics.jsonl"
+    if not name:
+        return ""
+    path = resolve_below(store, name, source="a manifest") / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     steps = [json.loads(line)["metrics"] for line in lines]
-    for name in ("reward", "loss"):
-        if values := [step[name] for step in steps if name in step]:
-            return f"; {name} {values[0]:.3g} `{sparkline(values)}` {values[-1]:.3g}"
+    for metric in ("reward", "loss"):
+        if values := [step[metric] for step in steps if metric in step]:
+            return f"; {metric} {values[0]:.3g} `{sparkline(values)}` {values[-1]:.3g}"
     return ""
 
 
