@@ -226,7 +226,7 @@ def _rendered(tokenizer: Any, turns: list[Turn], **options: Any) -> str:
 
 
 def _function(name: str, arguments: str) -> dict[str, Any] | None:
-    """Returns a function that can be stored and rendered; None if the arguments are no object."""
+    """Returns a function that can be stored and rendered; None if they are not an object."""
     try:
         filled = json.loads(arguments)
         json.dumps([name, filled], ensure_ascii=False, allow_nan=False).encode()

@@ -101,7 +101,7 @@ def test_an_episode_of_several_samples_trains_as_one(
 ) -> None:
     """Each turn becomes a sample, whose prompt is all that the policy has read before it."""
     grpo = OF_SAMPLES[variant] | {"adam_epsilon": 1e-3}  # a gradient of rounding moves no weight
-    whole = trained(tiny_model, tmp_path / "whole", **chatting(), **grpo)
+    unsplit = trained(tiny_model, tmp_path / "unsplit", **chatting(), **grpo)
     run = MultiTurnRollouts.run
     monkeypatch.setattr(
         MultiTurnRollouts,
@@ -117,12 +117,12 @@ def test_an_episode_of_several_samples_trains_as_one(
         here = trained(tiny_model, tmp_path / "here", **chatting(), **grpo)
     assert_equal(remote, here)
     weights = [
-        load_file(folder / "model" / "model.safetensors") for folder in (remote, replayed, whole)
+        load_file(folder / "model" / "model.safetensors") for folder in (remote, replayed, unsplit)
     ]
     assert all(torch.equal(weights[1][name], each) for name, each in weights[0].items())
     for name, each in weights[0].items():
         torch.testing.assert_close(each, weights[2][name], rtol=0, atol=2e-5, msg=name)
-    steps = [MetricsFile(folder / "metrics.jsonl").read() for folder in (remote, whole)]
+    steps = [MetricsFile(folder / "metrics.jsonl").read() for folder in (remote, unsplit)]
     for ours, theirs in zip(*steps, strict=True):
         for name in ("reward", "reward_std", "num_turns", "failed_fraction", "loss", "grad_norm"):
             assert ours.metrics[name] == pytest.approx(theirs.metrics[name], abs=2e-4), name
