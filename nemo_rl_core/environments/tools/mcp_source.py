@@ -9,6 +9,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.config.multi_turn import McpServer
+from nemo_rl_core.distributed.event_loop import run_on_loop
 from nemo_rl_core.environments.tools.calling import (
     BrokenToolError,
     Function,
@@ -38,7 +39,7 @@ class McpSource:
         self._config = config
         key = config.model_dump_json()
         if key not in _LISTED:
-            _LISTED[key] = asyncio.run(self._list())
+            _LISTED[key] = run_on_loop(self._list())  # a notebook has a running loop in its thread
         self.schemas = _LISTED[key]
 
     async def open(self, row: Mapping[str, Any], stack: AsyncExitStack) -> dict[str, Function]:
