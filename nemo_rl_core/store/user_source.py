@@ -73,7 +73,11 @@ def _specs(name: str, folder: Path | None) -> list[ModuleSpec]:
         locations = spec.submodule_search_locations
         if not inner or locations is None:
             break
-        spec = PathFinder.find_spec(f"{spec.name}.{inner.pop(0)}", list(locations))
+        parent, child = spec.name, inner.pop(0)
+        # By the child's name alone: a folder without `__init__` asks for an imported parent.
+        spec = PathFinder.find_spec(child, list(locations))
+        if spec is not None:
+            spec.name = f"{parent}.{child}"
     return specs
 
 

@@ -22,7 +22,7 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.types import Prompt, unscored
 
 AGENT = """
-from helpers.words import WORDS
+from helpers.english.words import WORDS
 from pathlib import Path
 PROMPT = Path(__file__).with_name("prompt.txt")
 
@@ -45,14 +45,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {
         "counting_agent.py": AGENT,
         "prompt.txt": "count",
-        "helpers/words.py": "WORDS = ['one']",
+        "helpers/english/words.py": "WORDS = ['one']",
         "helpers/other.py": "",
         "scripts/agent.py": "import near\n",
         "scripts/near.py": "ONE = 1",
         "near.py": "hidden",
         "notes.md": "later",
     }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     return tmp_path
 
@@ -101,12 +101,12 @@ def test_only_an_environment_reward_scores_texts() -> None:
     ("changed", "values", "counts"),
     [
         ("counting_agent.py", {"target": "counting_agent:run"}, True),
-        ("helpers/words.py", {"target": "counting_agent:run"}, True),
+        ("helpers/english/words.py", {"target": "counting_agent:run"}, True),
         ("prompt.txt", {"target": "counting_agent:run"}, True),
         ("helpers/other.py", {"target": "counting_agent:run"}, False),
         ("counting_agent.py", {"command": ["python", "counting_agent.py"]}, True),
-        ("helpers/words.py", {"command": ["python", "counting_agent.py"]}, True),
-        ("helpers/words.py", {"command": ["python", "-m", "counting_agent"]}, True),
+        ("helpers/english/words.py", {"command": ["python", "counting_agent.py"]}, True),
+        ("helpers/english/words.py", {"command": ["python", "-m", "counting_agent"]}, True),
         ("scripts/near.py", {"command": ["python", "scripts/agent.py"]}, True),
         ("near.py", {"command": ["python", "scripts/agent.py"]}, False),
         ("scripts/near.py", {"command": ["sh", "scripts"]}, True),
