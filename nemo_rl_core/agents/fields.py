@@ -169,10 +169,13 @@ def tool_of(tool: Body, parameters: str) -> dict[str, Any]:
     schema = tool.get(parameters)
     if not isinstance(schema, dict | None):
         raise RefusedError(f"{parameters} of a tool must be a JSON schema", param="tools")
-    function = {"name": name_of(tool.get("name"), "name of a tool")}
+    function: dict[str, Any] = {"name": name_of(tool.get("name"), "name of a tool")}
     if tool.get("description"):
         function["description"] = name_of(tool["description"], "description of a tool")
-    return {"type": "function", "function": {**function, "parameters": schema or {}}}
+    function["parameters"] = schema or {}
+    if isinstance(tool.get("return"), dict):  # in the schemas of transformers
+        function["return"] = tool["return"]
+    return {"type": "function", "function": function}
 
 
 def reads_calls(choice: Any) -> bool:

@@ -139,7 +139,8 @@ class FunctionHost:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             if self._process.returncode is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
             await self._process.stdin.wait_closed()
         if self._folder is not None:

@@ -30,7 +30,7 @@ from nemo_rl_core.agents.calls import (
 )
 from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.data.sampled_turns import TurnReader
-from nemo_rl_core.data.turns import Turn
+from nemo_rl_core.data.turns import Turn, as_turns
 from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRow, RemoteRows
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.rollouts.engine import (
@@ -198,6 +198,7 @@ class Session:
         self.tokenizer = tokenizer
         self._renderer, self._reader = _renderer_and_reader(tokenizer)
         self._index, self._bounds, self._prompt = index, bounds, prompt
+        self._row_digest = prefix_digests(as_turns(prompt.text, role="user"), ())[-1]
         self._complete = complete
         self._sampling = sampling or {}
         self._max_opening_tokens = max_opening_tokens
@@ -334,7 +335,7 @@ class Session:
             new_ids = self._rendered(turns, tools, parent)
             context = _Context(parent, tuple(turns), tools, new_ids, key, digests[-1], is_ambiguous)
             if parent is None:
-                is_row = new_ids is self._prompt.token_ids
+                is_row = prefix_digests(turns, ())[-1] == self._row_digest  # with any tools
                 context.seed_offset = 0 if is_row else int.from_bytes(key[:8]) * _TURNS**2
             else:
                 context.seed_offset = parent.context.seed_offset

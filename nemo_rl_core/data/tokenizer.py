@@ -17,12 +17,21 @@ _CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
+# As above without tools. Signatures are short, and calls have the syntax of Hermes and Qwen.
+_TOOL_TEMPLATE = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }}"
+    "({{ tool.function.parameters.properties | join(', ') }})\n{% endfor %}"
+    "{% for message in messages %}{% if message.role == 'tool' %}<tool_response>"
+    "{{ message.content }}</tool_response>{% else %}{{ message.content or '' }}{% endif %}"
+    '{% for call in message.tool_calls or [] %}<tool_call>\n{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
 
 _OPTIONS: dict[str, Any] = {
     "pad_token": _PAD,
     "bos_token": _BOS,
     "eos_token": _EOS,
-    "chat_template": _CHAT_TEMPLATE,
     "clean_up_tokenization_spaces": False,
 }
 
@@ -65,14 +74,16 @@ def build_arithmetic_tokenizer() -> Any:
     # With a Qwen2 config, `AutoTokenizer` uses the pre-tokenizer of Qwen2 for every tokenizer.json,
     # which has no plain space. Added tokens are matched before pre-tokenization in both.
     core.add_tokens([AddedToken(" ", normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token=_UNKNOWN, **_OPTIONS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token=_UNKNOWN, chat_template=_CHAT_TEMPLATE, **_OPTIONS
+    )
 
 
 def build_byte_tokenizer() -> Any:
     """Builds a tokenizer with one token per byte of UTF-8 after a start token.
 
     Decoding restores any encoded text. `tokenizer(text)` gives the same tokens as the chat
-    template, which is that of `build_arithmetic_tokenizer`.
+    template, which is that of `build_arithmetic_tokenizer` and also writes tools and their calls.
 
     Returns:
         A `transformers.PreTrainedTokenizerFast` with `pad`, `bos` and `eos` as ids 0 to 2 and the
@@ -98,4 +109,6 @@ def build_byte_tokenizer() -> Any:
         single=f"{_BOS} $A", special_tokens=[(_BOS, vocabulary[_BOS])]
     )
     # Without an unknown token, the tokenizer of Qwen2 would add another token to the vocabulary.
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token=_PAD, **_OPTIONS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token=_PAD, chat_template=_TOOL_TEMPLATE, **_OPTIONS
+    )

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import random
+from collections import Counter
 from typing import Any
 
 import openai
@@ -128,7 +129,8 @@ async def fuzz(
 
 def check(session: Any, engine: RecordedEngine, number: int) -> None:
     """Every token of every sample is the engine's, and each turn is trained on once."""
-    left = {(*prompt, *new): (len(prompt), len(new)) for prompt, new in engine.completions}
+    sizes = {(*prompt, *new): (len(prompt), len(new)) for prompt, new in engine.completions}
+    left = Counter((*prompt, *new) for prompt, new in engine.completions)  # draws may be equal
     num_turns = 0
     for sample in session.samples():
         block = sample.sequence.row.reference.block
@@ -140,7 +142,10 @@ def check(session: Any, engine: RecordedEngine, number: int) -> None:
         ]
         for end in ends:
             # A completion of this session's engine has exactly these tokens, and all before.
-            start, size = left.pop(tuple(ids[:end]))
+            tokens = tuple(ids[:end])
+            start, size = sizes[tokens]
+            left[tokens] -= 1
+            assert left[tokens] >= 0
             assert mask[start : start + size] == [True] * size
             assert not mask[start - 1]
         num_turns += len(ends)

@@ -1,8 +1,10 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from nemo_rl_core.data.chat import (
 )
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.renderer import Renderer
+from nemo_rl_core.data.sampled_turns import TurnReader
 from nemo_rl_core.data.tokenizer import (
     CHARACTERS,
     build_arithmetic_tokenizer,
@@ -81,6 +84,28 @@ def test_bytes_complete_a_prompt_as_they_were_trained_to() -> None:
     assert list(example.token_ids[: len(prompt)]) == prompt
     trained = [t for t, m in zip(example.token_ids, example.loss_mask, strict=True) if m]
     assert trained == [*BYTES.encode("\u00e9 cba", add_special_tokens=False), BYTES.eos_token_id]
+
+
+def test_the_template_of_bytes_writes_tools_and_calls() -> None:
+    parameters = {"type": "object", "properties": {"item": {}, "count": {}}}
+    tools = [{"type": "function", "function": {"name": "price", "parameters": parameters}}]
+    arguments = {"item": 'a "pear"', "count": 2}
+    call = {"type": "function", "function": {"name": "price", "arguments": arguments}}
+    called = json.dumps({"name": "price", "arguments": arguments})
+    written = f"<tool_call>\n{called}\n</tool_call>"
+    turns = [
+        {"role": "user", "content": "2 pears?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "name": "price", "content": "6"},
+        {"role": "assistant", "content": "6"},
+    ]
+    text = BYTES.apply_chat_template(turns, tools=tools, tokenize=False)
+    assert text == (
+        f"<bos>price(item, count)\n2 pears?{written}<eos><tool_response>6</tool_response>6<eos>"
+    )
+    sampled = BYTES.encode(f"{written}<eos>", add_special_tokens=False)
+    turn = TurnReader(BYTES).read(np.array(sampled), tools=tools).turn
+    assert [each["function"] for each in turn["tool_calls"]] == [call["function"]]
 
 
 def test_a_completion_that_cannot_be_written_is_not_trained_on() -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -505,7 +505,11 @@ def test_a_running_server_is_called_over_http() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with subprocess.Popen([*SERVER, str(port)], stderr=subprocess.DEVNULL) as server:
+    with (
+        subprocess.Popen([*SERVER, str(port)], stderr=subprocess.DEVNULL) as server,
+        ExitStack() as stack,
+    ):
+        stack.callback(server.kill)
         for _ in range(300):
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break
