@@ -12,7 +12,7 @@ from nemo_rl_core.data.loss_masks import (
     require_eos,
 )
 from nemo_rl_core.data.renderer import Renderer, Tools
-from nemo_rl_core.data.tools import tools_of
+from nemo_rl_core.data.tools import ToolsByTask, shown_tools, tools_of
 from nemo_rl_core.data.turns import Turn, as_turns, is_trained
 from nemo_rl_core.errors import DataError
 
@@ -118,8 +118,13 @@ def preference_example(
     return chosen, rejected
 
 
-def tokenize_row(tokenizer: Any, row: Mapping[str, Any]) -> dict[str, SupervisedExample]:
+def tokenize_row(
+    tokenizer: Any, row: Mapping[str, Any], offered: ToolsByTask | None = None
+) -> dict[str, SupervisedExample]:
     """Tokenizes a row of any kind; the kind follows from its columns.
+
+    Args:
+        offered: Tools of the environment, which a prompt shows; see `shown_tools`.
 
     Returns:
         `chosen` and `rejected` of a preference pair, `row` of all other kinds.
@@ -127,13 +132,14 @@ def tokenize_row(tokenizer: Any, row: Mapping[str, Any]) -> dict[str, Supervised
     if "chosen" in row:
         chosen, rejected = preference_example(tokenizer, row)
         return {"chosen": chosen, "rejected": rejected}
-    tools = tools_of(row)
     if "messages" in row:
         turns = as_turns(row["messages"], role="user")
+        tools = tools_of(row)
         example = conversation_example(tokenizer, turns, mask=row["mask"], tools=tools)
     elif "text" in row:
         example = text_example(tokenizer, row["text"])
     else:
+        tools = shown_tools(offered or {}, row)
         example = supervised_example(tokenizer, row["prompt"], row["completion"], tools=tools)
     return {"row": example.truncated(_limit(row))}
 

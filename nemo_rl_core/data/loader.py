@@ -20,6 +20,7 @@ from nemo_rl_core.data.tables import (
     rows_per_group,
 )
 from nemo_rl_core.data.tokenized import examples_of, is_storable, stored_tokens
+from nemo_rl_core.data.tools import ToolsByTask, shown_tools
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Prompt, Row
 
@@ -185,15 +186,11 @@ class LazyRows(Sequence[T]):
         return map(self._make, self._rows)
 
 
-ShownTools = Callable[[str, str], str]
-"""Returns the tools that a prompt shows; the arguments are the row's task and its tools."""
-
-
 def load_prompts(
     folder: Path,
     tokenizer: Any,
     *,
-    shown_tools: ShownTools | None = None,
+    offered: ToolsByTask | None = None,
     max_prompt_tokens: int | None = None,
 ) -> Sequence[Prompt]:
     """Loads the rows of a data set folder as tokenized prompts, in the order of the file.
@@ -201,7 +198,7 @@ def load_prompts(
     Many prompts are tokenized on access.
 
     Args:
-        shown_tools: Tools of each prompt; by default those of its row.
+        offered: Tools of the environment; see `shown_tools`.
         max_prompt_tokens: Maximum length, for tools that were not checked with the data.
 
     Raises:
@@ -218,10 +215,8 @@ def load_prompts(
         )
 
     def prompt(row: Row) -> Prompt:
-        tools = row.get("tools") or "[]"
-        if shown_tools is not None:
-            tools = shown_tools(row["task"], tools)
-        ids = prompt_token_ids(tokenizer, row["prompt"], tools=json.loads(tools))
+        tools = shown_tools(offered or {}, row)
+        ids = prompt_token_ids(tokenizer, row["prompt"], tools=tools)
         if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
             raise DataError(
                 f"the prompt {row['prompt'][:80]!r} is too long with the tools of the environment",
@@ -236,7 +231,7 @@ def load_prompts(
             answer=row["answer"],
             task=row["task"],
             metadata=row["metadata"],
-            tools=tools,
+            tools=json.dumps(tools, ensure_ascii=False),
         )
 
     return LazyRows(rows, prompt) if isinstance(rows, ChunkedRows) else [*map(prompt, rows)]
@@ -254,7 +249,7 @@ def token_sequences(folder: Path, model_folder: Path, *, limit: int) -> list[tup
 
 
 def load_tokenized(
-    folder: Path, rows: Sequence[Row], tokenizer: Any
+    folder: Path, rows: Sequence[Row], tokenizer: Any, offered: ToolsByTask | None = None
 ) -> Sequence[dict[str, SupervisedExample]]:
     """Returns `tokenize_row` of the rows of a data set folder.
 
@@ -265,5 +260,6 @@ def load_tokenized(
         DataError: When the turns of a row cannot be separated.
     """
     if is_storable(tokenizer, len(rows)):
-        return LazyRows(stored_tokens(Path(folder) / ROWS_FILE, tokenizer, len(rows)), examples_of)
-    return [tokenize_row(tokenizer, row) for row in rows]
+        tokens = stored_tokens(Path(folder) / ROWS_FILE, tokenizer, len(rows), offered or {})
+        return LazyRows(tokens, examples_of)
+    return [tokenize_row(tokenizer, row, offered) for row in rows]

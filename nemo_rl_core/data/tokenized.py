@@ -36,6 +36,7 @@ from nemo_rl_core.data.chunks import rows_of, write_arrow
 from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.tables import TableRows
 from nemo_rl_core.data.tokenizer_process import TokenizerProcess
+from nemo_rl_core.data.tools import ToolsByTask
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.store import Store
@@ -61,13 +62,13 @@ _OPTIONS = ("template_date", "clean_up_tokenization_spaces", "split_special_toke
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 
-def stored_tokens(file: Path, tokenizer: Any, num_rows: int) -> TableRows:
+def stored_tokens(file: Path, tokenizer: Any, num_rows: int, offered: ToolsByTask) -> TableRows:
     """Returns the tokens of every row of a file, tokenizing them if they are not in the cache."""
-    path = Store.default().cache / "tokens" / f"{_key(file, tokenizer)}.arrow"
+    path = Store.default().cache / "tokens" / f"{_key(file, tokenizer, offered)}.arrow"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            tokens = _tokenize_in_processes(file, tokenizer, num_rows, Path(scratch))
+            tokens = _tokenize_in_processes(file, tokenizer, num_rows, offered, Path(scratch))
             tokens.replace(path)
     return TableRows(_mapped(path))
 
@@ -91,7 +92,7 @@ def examples_of(row: Row) -> dict[str, SupervisedExample]:
     }
 
 
-def _key(file: Path, tokenizer: Any) -> str:
+def _key(file: Path, tokenizer: Any, offered: ToolsByTask) -> str:
     parts = [
         hash_file(file),
         tokenizer.backend_tokenizer.to_str(),
@@ -100,13 +101,16 @@ def _key(file: Path, tokenizer: Any) -> str:
         json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
         *(repr(tokenizer.init_kwargs.get(name)) for name in _OPTIONS),
         str(tokenizer.chat_template),
+        json.dumps(offered, sort_keys=True),
         *map(inspect.getsource, _CODE),
         *(version(package) for package in _PACKAGES),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _tokenize_in_processes(file: Path, tokenizer: Any, num_rows: int, scratch: Path) -> Path:
+def _tokenize_in_processes(
+    file: Path, tokenizer: Any, num_rows: int, offered: ToolsByTask, scratch: Path
+) -> Path:
     num_cpus = len(os.sched_getaffinity(0))
     count = max(1, min(num_cpus, num_rows // _ROWS_PER_PROCESS))
     bounds = [num_rows * part // count for part in range(count + 1)]
@@ -114,7 +118,7 @@ def _tokenize_in_processes(file: Path, tokenizer: Any, num_rows: int, scratch: P
     jobs = []
     for part, (start, stop) in enumerate(pairwise(bounds)):
         job = scratch / f"{part:04d}.job"
-        job.write_bytes(pickle.dumps((tokenizer, file, start, stop)))
+        job.write_bytes(pickle.dumps((tokenizer, file, start, stop, offered)))
         jobs.append(job)
     if count == 1:
         _run(jobs[0])
@@ -142,14 +146,16 @@ def _mapped(file: Path) -> "pa.Table":
 
 def _run(job: Path) -> None:
     """Tokenizes the rows of a job and stores the tokens, or the error of a row."""
-    tokenizer, file, start, stop = pickle.loads(job.read_bytes())  # noqa: S301 (written above)
+    arguments = pickle.loads(job.read_bytes())  # noqa: S301 (written above)
     try:
-        write_arrow(_tokens(tokenizer, file, start, stop), job.with_suffix(".arrow"))
+        write_arrow(_tokens(*arguments), job.with_suffix(".arrow"))
     except DataError as error:
         job.with_suffix(".error").write_bytes(pickle.dumps(error))
 
 
-def _tokens(tokenizer: Any, file: Path, start: int, stop: int) -> "Iterator[pa.Table]":
+def _tokens(
+    tokenizer: Any, file: Path, start: int, stop: int, offered: ToolsByTask
+) -> "Iterator[pa.Table]":
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -160,7 +166,7 @@ def _tokens(tokenizer: Any, file: Path, start: int, stop: int) -> "Iterator[pa.T
             part = table.slice(max(start - first, 0), max(stop - max(first, start), 0))
             first += len(table)
             if len(part):
-                yield _table_of([tokenize_row(tokenizer, row) for row in rows_of(part)])
+                yield _table_of([tokenize_row(tokenizer, row, offered) for row in rows_of(part)])
             if first >= stop:
                 return
 

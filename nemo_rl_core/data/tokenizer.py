@@ -20,7 +20,7 @@ _CHAT_TEMPLATE = (
 # As above without tools. Signatures are short, and calls have the syntax of Hermes and Qwen.
 _TOOL_TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }}"
-    "({{ tool.function.parameters.properties | join(', ') }})\n{% endfor %}"
+    "({{ ((tool.function.parameters or {}).properties or {}) | join(', ') }})\n{% endfor %}"
     "{% for message in messages %}{% if message.role == 'tool' %}<tool_response>"
     "{{ message.content }}</tool_response>{% else %}{{ message.content or '' }}{% endif %}"
     '{% for call in message.tool_calls or [] %}<tool_call>\n{"name": "{{ call.function.name }}", '

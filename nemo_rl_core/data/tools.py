@@ -1,10 +1,14 @@
 """Definitions of tools in rows: their spellings, and the form that chat templates read."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl_core.data.json_values import json_default, parsed
+from nemo_rl_core.errors import DataError
+
+ToolsByTask = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Schemas of an environment's tools by task; those of the key "" are of all other tasks."""
 
 SPELLINGS = ("tools", "functions", "available_tools")
 """Columns with definitions of tools."""
@@ -44,6 +48,34 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the definitions of the tools of a row."""
     tools: list[dict[str, Any]] = json.loads(row.get("tools") or "[]")
     return tools
+
+
+def shown_tools(offered: ToolsByTask, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the tools that the prompt of a row shows.
+
+    Args:
+        offered: Tools of the environment.
+
+    Returns:
+        All tools of the row's task, or those of them that the row names. Without tools of the
+        environment, those of the row.
+
+    Raises:
+        DataError: If the row names a tool that the environment does not have.
+    """
+    named = tools_of(row)
+    tools = offered.get(row.get("task", ""), offered.get("", ()))
+    if not tools:
+        return named
+    by_name = {each["function"]["name"]: dict(each) for each in tools}
+    names = [each["function"]["name"] for each in named]
+    if unknown := [name for name in names if name not in by_name]:
+        raise DataError(
+            f"a row names the tool {unknown[0]!r}, which the environment does not have",
+            expected=f"names among {', '.join(by_name)}",
+            fix="add it to environment.tools, or use data.drop_columns: [tools]",
+        )
+    return [by_name[name] for name in names] or [*by_name.values()]
 
 
 def _function(tool: Any) -> dict[str, Any]:

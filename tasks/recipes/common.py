@@ -36,6 +36,7 @@ from nemo_rl_core.config.environment import (
     EnvironmentConfig,
     EnvironmentWorkers,
     dedicated_bundles_of_scorers,
+    single_environments,
 )
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.export import ExportConfig
@@ -48,6 +49,7 @@ from nemo_rl_core.config.generation import (
 from nemo_rl_core.config.isolation import IsolationConfig
 from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig, SmallModel
+from nemo_rl_core.config.multi_turn import ToolUse
 from nemo_rl_core.config.placement import DedicatedBundles
 from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.config.tracking import BudgetConfig, TrackingConfig
@@ -426,14 +428,30 @@ class DataTaskConfig(FrozenConfig):
 
 
 class SFTTaskConfig(TrainerSettings):
-    """Config of `train_sft`; without `sft` nothing is fine-tuned."""
+    """Config of `train_sft`; without `sft` nothing is fine-tuned.
+
+    Attributes:
+        environment: Environment whose tools prompts show.
+        reward_content: Digest of its code, if it has tools.
+    """
 
     sft: SFTConfig | None
+    environment: EnvironmentConfig | None = Field(
+        default=None, exclude_if=lambda value: value is None
+    )
+    reward_content: str = Field(default="", exclude_if=lambda value: not value)
 
     @classmethod
     def of(cls, config: PipelineRecipe) -> "SFTTaskConfig":
         """Extracts the config from a recipe."""
-        return cls(**trainer_fields(config, sft=config.sft))
+        from nemo_rl_core.environments.contents import reward_content
+
+        fields = trainer_fields(config, sft=config.sft)
+        environments = single_environments(config.environment)
+        if config.sft is not None and any(isinstance(each, ToolUse) for each in environments):
+            content = reward_content(config.environment)
+            fields |= {"environment": config.environment, "reward_content": content}
+        return cls(**fields)
 
 
 class EvaluationTaskConfig(RolloutSettings):

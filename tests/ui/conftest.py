@@ -263,7 +263,7 @@ _ARGUMENTS = [
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
-    """A browser with a separate profile, whose event loop runs in this thread until it is closed."""
+    """A browser with a separate profile. Its event loop runs in this thread until it is closed."""
     if not CHROMIUM.exists():
         pytest.fail("no /usr/bin/chromium: run `bash deployment/chromium.sh` as root")
     with sync_playwright() as playwright:

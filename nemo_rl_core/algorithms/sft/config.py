@@ -5,6 +5,7 @@ from typing import ClassVar
 from pydantic import Field, PositiveInt
 
 from nemo_rl_core.config.algorithm import Algorithm
+from nemo_rl_core.config.environment import EnvironmentConfig
 from nemo_rl_core.config.functions import CustomLoss
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 
@@ -34,6 +35,13 @@ class SFTConfig(LoopConfig):
 
 
 class SFTSettings(TrainerSettings):
-    """All settings of `SFTTrainer`."""
+    """All settings of `SFTTrainer`.
+
+    Attributes:
+        environment: Environment whose tools prompts show; None shows only those of the rows.
+    """
 
     sft: SFTConfig = SFTConfig()
+    environment: EnvironmentConfig | None = Field(
+        default=None, exclude_if=lambda value: value is None
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from nemo_rl_core.algorithms.sft.config import SFTConfig, SFTSettings
 from nemo_rl_core.algorithms.sft.data import load_examples, sft_batch
@@ -32,17 +33,20 @@ class SFTTrainer(BaseTrainer[SFTSettings, SFTConfig]):
         self._loss: LossFunction = self.custom_functions.loss or NLLLoss()
         self._held_out: Sequence[SupervisedExample] = []
         if spec.validation is not None:
-            self._held_out = load_examples(spec.validation, load_tokenizer(spec.start))
+            self._held_out = self._examples(spec.validation, spec)
             refuse_longer(_lengths(self._held_out), context_length(spec.start), name="validation")
 
     def _load(self, spec: RunSpec) -> PromptLoader[SupervisedExample]:
-        examples = load_examples(spec.train, load_tokenizer(spec.start))
+        examples = self._examples(spec.train, spec)
         lengths = _lengths(examples)
         refuse_longer(lengths, context_length(spec.start), name="train")
         # Refuses sequences that do not fit into a micro-batch before training starts.
         plan_microbatches([max(lengths)], max_tokens=self.config.max_tokens_per_microbatch)
         size, seed = self.config.global_batch_size, self.settings.seed
         return PromptLoader(examples, batch_size=size, seed=seed)
+
+    def _examples(self, folder: Path, spec: RunSpec) -> Sequence[SupervisedExample]:
+        return load_examples(folder, load_tokenizer(spec.start), self.settings.environment)
 
     def _train_step(self, batch: list[SupervisedExample]) -> dict[str, float]:
         with self.timer.phase("train"):

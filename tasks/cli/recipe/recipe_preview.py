@@ -13,10 +13,10 @@ from nemo_rl_core.data.preview import preview, read_row, tools_line
 from nemo_rl_core.data.schemas import row_kind
 from nemo_rl_core.data.template_variables import set_template
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
-from nemo_rl_core.data.tools import tools_of
+from nemo_rl_core.data.tools import shown_tools
 from nemo_rl_core.environments.contents import located_model
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.rollouts.prompts import shown_tools
+from nemo_rl_core.rollouts.prompts import offered_tools
 from nemo_rl_core.store import remote
 from tasks.cli.pipelines import Pipelines
 from tasks.cli.recipe.recipe_pipeline import pipeline_of
@@ -50,11 +50,12 @@ def preview_recipe(
     arguments = experiment.model.chat_template_kwargs
     blocks = [f"template arguments: {json.dumps(arguments)}"] if arguments else []
     environment = getattr(experiment, "environment", None)
-    if is_prompt and environment and (shown := shown_tools(environment, tokenizer)):
-        row = {**row, "tools": shown(row["task"], row.get("tools") or "[]")}
+    if is_prompt:
+        tools = shown_tools(offered_tools(environment, tokenizer), row)
+        row = {**row, "tools": json.dumps(tools)}
     blocks += tools_line(row)
     if is_prompt:
-        ids = prompt_token_ids(tokenizer, row["prompt"], tools=tools_of(row))
+        ids = prompt_token_ids(tokenizer, row["prompt"], tools=tools)
         blocks.append(f"prompt: {len(ids)} tokens\n{tokenizer.decode(ids)}")
         blocks.append(f"answer: {row['answer']}")
     if not is_prompt or (row["completion"] and experiment.sft is not None):

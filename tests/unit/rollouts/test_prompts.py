@@ -10,7 +10,7 @@ from nemo_rl_core.config.environment import ByTask
 from nemo_rl_core.config.multi_turn import ToolUse
 from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.data.loader import save_frame
-from nemo_rl_core.data.tokenizer import build_byte_tokenizer
+from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.environments.tools.sources import schemas_of
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.rollouts.prompts import load_sampled_prompts
@@ -67,7 +67,7 @@ def test_a_task_shows_the_tools_of_its_environment(tmp_path: Path) -> None:
 
 
 def test_a_template_without_tools_shows_none(tmp_path: Path) -> None:
-    (prompt,) = load(tmp_path, [{"prompt": "2+2?"}], TOOLS, tokenizer=build_byte_tokenizer())
+    (prompt,) = load(tmp_path, [{"prompt": "2+2="}], TOOLS, tokenizer=build_arithmetic_tokenizer())
     assert prompt.tools == "[]"
 
 

@@ -4,15 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from nemo_rl_core.algorithms.sft.data import load_examples, sft_batch
+from nemo_rl_core.config.environment import EnvironmentConfig
+from nemo_rl_core.config.multi_turn import ToolUse
 from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data.loader import load_prompts, save_frame
 from nemo_rl_core.data.module import DataModule
-from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
+from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
 from nemo_rl_core.errors import DataError
+from nemo_rl_core.rollouts.prompts import load_sampled_prompts
 
-TOKENIZER = build_arithmetic_tokenizer()
+TOKENIZER, BYTES = build_arithmetic_tokenizer(), build_byte_tokenizer()
 TURNS = [
     {"role": "user", "content": "1+1="},
     {"role": "assistant", "content": "2"},
@@ -22,7 +26,9 @@ TURNS = [
 OTHER = {"role": "user", "content": "3+3="}
 
 
-def _saved(folder: Path, rows: list[dict[str, Any]], **policy: Any) -> Path:
+def _saved(
+    folder: Path, rows: list[dict[str, Any]], tokenizer: Any = TOKENIZER, **policy: Any
+) -> Path:
     validation_rows = [dict(rows[0])]
     for name in ("prompt", "text"):
         if name in validation_rows[0]:
@@ -30,7 +36,7 @@ def _saved(folder: Path, rows: list[dict[str, Any]], **policy: Any) -> Path:
     if "messages" in validation_rows[0]:
         validation_rows[0]["messages"] = [OTHER, TURNS[1]]
     data = DataModule.of(
-        rows, validation=validation_rows, tokenizer=TOKENIZER, policy=RowPolicy(**policy)
+        rows, validation=validation_rows, tokenizer=tokenizer, policy=RowPolicy(**policy)
     )
     save_frame(data.train, folder)
     return folder
@@ -68,3 +74,23 @@ def test_kinds_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_examples(pairs, TOKENIZER)
     with pytest.raises(DataError, match="no prompts with answers"):
         load_prompts(_saved(tmp_path / "b", [{"text": "12"}]), TOKENIZER)
+
+
+def test_prompts_show_the_tools_that_completions_are_sampled_with(tmp_path: Path) -> None:
+    tools = ToolUse.model_validate({"tools": [{"kind": "calculator"}, {"kind": "python"}]})
+    by_task = {"kind": "by_task", "tasks": [{"task": "sums", "environment": tools}]}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "1+2=", "answer": "3", "task": "sums"},
+        {"prompt": "1+3=", "answer": "4", "task": "sums", "tools": [{"name": "calculator"}]},
+        {"prompt": "Hi", "answer": "Hi", "task": "talk"},
+    ]
+    folder = _saved(tmp_path / "rows", rows, BYTES)
+    shown = []
+    for environment in (tools, TypeAdapter(EnvironmentConfig).validate_python(by_task)):
+        examples = load_examples(folder, BYTES, environment)
+        prompts = load_sampled_prompts(folder, BYTES, environment, max_prompt_tokens=100)
+        for example, prompt in zip(examples, prompts, strict=True):
+            assert example.token_ids[: len(prompt.token_ids)] == prompt.token_ids
+            shown.append(BYTES.decode(prompt.token_ids).split("\n")[:-1])
+    both, one = ["<bos>calculator(expression)", "python(program)"], ["<bos>calculator(expression)"]
+    assert shown == [both, one, both, both, one, []]
