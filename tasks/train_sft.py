@@ -29,7 +29,7 @@ def train_sft(
             work=folder,
             validation=validation.folder if validation else None,
         )
-        result = SFTTrainer(config.model_dump(exclude={"reward_content"})).run(spec)
+        result = SFTTrainer(config.model_dump()).run(spec)
         summary, deck = curves(folder, ("loss", "grad_norm"))
         # Steps are counted from the end of the supervised start.
         return replace(result.made(summary=summary, deck=deck), step=0)

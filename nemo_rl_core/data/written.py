@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from nemo_rl_core.data.control_tokens import REASONING, render_turns
+from nemo_rl_core.data.tools import ToolsByTask
 from nemo_rl_core.data.turns import FLAG, OTHER_CALLS, Turn
 from nemo_rl_core.errors import DataError
 
@@ -83,6 +84,12 @@ def refuse_silent_turns(tokenizer: Any, turns: Sequence[Turn], row: str) -> bool
         if str(turns[index].get("content") or "").strip():
             raise _unwritten(row, turns[index], "text", "remove it from the row")
     return True
+
+
+def written_tools(offered: ToolsByTask, tokenizer: Any) -> ToolsByTask:
+    """Returns the offered tools; none if the chat template does not write tools."""
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    return offered if any(offered.values()) and writes_tools(tokenizer, template, "user") else {}
 
 
 @lru_cache(maxsize=16)

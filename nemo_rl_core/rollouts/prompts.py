@@ -9,7 +9,7 @@ from nemo_rl_core.config.multi_turn import ToolUse
 from nemo_rl_core.data.loader import load_prompts
 from nemo_rl_core.data.sampled_turns import TurnReader
 from nemo_rl_core.data.tools import ToolsByTask
-from nemo_rl_core.data.written import writes_tools
+from nemo_rl_core.data.written import written_tools
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.environments.tools.sources import schemas_of
@@ -34,26 +34,20 @@ def load_sampled_prompts(
     Raises:
         ConfigError: If no parser can read the calls that the template writes.
     """
-    offered = offered_tools(scored_by, tokenizer)
+    offered = written_tools(tools_by_task(scored_by), tokenizer)
     if not offered:
         return load_prompts(folder, tokenizer)
     TurnReader(tokenizer).require_calls()
     return load_prompts(folder, tokenizer, offered=offered, max_prompt_tokens=max_prompt_tokens)
 
 
-def offered_tools(scored_by: Scorer | EnvironmentConfig | None, tokenizer: Any) -> ToolsByTask:
-    """Returns the tools of an environment; none if the chat template does not write tools."""
-    tools = _tools_by_task(scored_by)
-    template = tokenizer.get_chat_template() if tokenizer.chat_template else None
-    return tools if any(tools.values()) and writes_tools(tokenizer, template, "user") else {}
-
-
-def _tools_by_task(scored_by: Scorer | EnvironmentConfig | None) -> ToolsByTask:
+def tools_by_task(scored_by: Scorer | EnvironmentConfig | None) -> ToolsByTask:
+    """Returns the tools of an environment; starts an MCP server to ask it for its own."""
     match scored_by:
         case ToolUse(tools=tools):
             return {"": schemas_of(tools)}
         case ByTask(tasks=tasks):
-            return {each.task: _tools_by_task(each.environment).get("", []) for each in tasks}
+            return {each.task: tools_by_task(each.environment).get("", []) for each in tasks}
         case EnvironmentScorer(environment=environment):
             return {"": getattr(environment, "tools", [])}
     return {}

@@ -431,26 +431,23 @@ class SFTTaskConfig(TrainerSettings):
     """Config of `train_sft`; without `sft` nothing is fine-tuned.
 
     Attributes:
-        environment: Environment whose tools prompts show.
-        reward_content: Digest of its code, if it has tools.
+        tools: Tools of the environment, which prompts show.
     """
 
     sft: SFTConfig | None
-    environment: EnvironmentConfig | None = Field(
-        default=None, exclude_if=lambda value: value is None
+    tools: dict[str, list[dict[str, Any]]] = Field(
+        default_factory=dict, exclude_if=lambda value: not value
     )
-    reward_content: str = Field(default="", exclude_if=lambda value: not value)
 
     @classmethod
     def of(cls, config: PipelineRecipe) -> "SFTTaskConfig":
         """Extracts the config from a recipe."""
-        from nemo_rl_core.environments.contents import reward_content
-
         fields = trainer_fields(config, sft=config.sft)
         environments = single_environments(config.environment)
         if config.sft is not None and any(isinstance(each, ToolUse) for each in environments):
-            content = reward_content(config.environment)
-            fields |= {"environment": config.environment, "reward_content": content}
+            from nemo_rl_core.rollouts.prompts import tools_by_task
+
+            fields["tools"] = tools_by_task(config.environment)
         return cls(**fields)
 
 

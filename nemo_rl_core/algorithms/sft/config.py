@@ -1,11 +1,10 @@
 """Settings of supervised fine-tuning."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
 from nemo_rl_core.config.algorithm import Algorithm
-from nemo_rl_core.config.environment import EnvironmentConfig
 from nemo_rl_core.config.functions import CustomLoss
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 
@@ -38,10 +37,10 @@ class SFTSettings(TrainerSettings):
     """All settings of `SFTTrainer`.
 
     Attributes:
-        environment: Environment whose tools prompts show; None shows only those of the rows.
+        tools: Tools of the environment, which prompts show; see `shown_tools`.
     """
 
     sft: SFTConfig = SFTConfig()
-    environment: EnvironmentConfig | None = Field(
-        default=None, exclude_if=lambda value: value is None
+    tools: dict[str, list[dict[str, Any]]] = Field(
+        default_factory=dict, exclude_if=lambda value: not value
     )

@@ -4,23 +4,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.config.environment import EnvironmentConfig
 from nemo_rl_core.data.loader import LazyRows, load_records, load_tokenized
 from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.schemas import row_kind
+from nemo_rl_core.data.tools import ToolsByTask
+from nemo_rl_core.data.written import written_tools
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.rollouts.prompts import offered_tools
 
 
 def load_examples(
-    folder: Path, tokenizer: Any, environment: EnvironmentConfig | None = None
+    folder: Path, tokenizer: Any, offered: ToolsByTask | None = None
 ) -> Sequence[SupervisedExample]:
     """Tokenizes all rows of a data set folder: prompts, conversations or plain text.
 
     The columns `mask` (trained turns) and `max_tokens` (truncation) come from
-    `schemas.validate_rows`. Rows without completions are refused. Prompts show the tools of the
-    environment, as they do when completions are sampled.
+    `schemas.validate_rows`. Rows without completions are refused. Prompts show the offered tools,
+    as they do when completions are sampled.
     """
     rows = load_records(folder)
     if rows and row_kind(rows[0]) == "preferences":
@@ -38,8 +38,7 @@ def load_examples(
             got="rows without completions",
             fix="add one of the columns, or train with an algorithm that samples",
         )
-    offered = offered_tools(environment, tokenizer)
-    tokenized = load_tokenized(folder, rows, tokenizer, offered)
+    tokenized = load_tokenized(folder, rows, tokenizer, written_tools(offered or {}, tokenizer))
     if isinstance(tokenized, list):
         return [each["row"] for each in tokenized]
     return LazyRows(tokenized, lambda each: each["row"])

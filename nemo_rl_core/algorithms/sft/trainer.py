@@ -46,7 +46,7 @@ class SFTTrainer(BaseTrainer[SFTSettings, SFTConfig]):
         return PromptLoader(examples, batch_size=size, seed=seed)
 
     def _examples(self, folder: Path, spec: RunSpec) -> Sequence[SupervisedExample]:
-        return load_examples(folder, load_tokenizer(spec.start), self.settings.environment)
+        return load_examples(folder, load_tokenizer(spec.start), self.settings.tools)
 
     def _train_step(self, batch: list[SupervisedExample]) -> dict[str, float]:
         with self.timer.phase("train"):

@@ -14,9 +14,10 @@ from nemo_rl_core.data.schemas import row_kind
 from nemo_rl_core.data.template_variables import set_template
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
 from nemo_rl_core.data.tools import shown_tools
+from nemo_rl_core.data.written import written_tools
 from nemo_rl_core.environments.contents import located_model
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.rollouts.prompts import offered_tools
+from nemo_rl_core.rollouts.prompts import tools_by_task
 from nemo_rl_core.store import remote
 from tasks.cli.pipelines import Pipelines
 from tasks.cli.recipe.recipe_pipeline import pipeline_of
@@ -51,7 +52,7 @@ def preview_recipe(
     blocks = [f"template arguments: {json.dumps(arguments)}"] if arguments else []
     environment = getattr(experiment, "environment", None)
     if is_prompt:
-        tools = shown_tools(offered_tools(environment, tokenizer), row)
+        tools = shown_tools(written_tools(tools_by_task(environment), tokenizer), row)
         row = {**row, "tools": json.dumps(tools)}
     blocks += tools_line(row)
     if is_prompt:

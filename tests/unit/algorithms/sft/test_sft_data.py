@@ -14,7 +14,7 @@ from nemo_rl_core.data.loader import load_prompts, save_frame
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.rollouts.prompts import load_sampled_prompts
+from nemo_rl_core.rollouts.prompts import load_sampled_prompts, tools_by_task
 
 TOKENIZER, BYTES = build_arithmetic_tokenizer(), build_byte_tokenizer()
 TURNS = [
@@ -87,7 +87,7 @@ def test_prompts_show_the_tools_that_completions_are_sampled_with(tmp_path: Path
     folder = _saved(tmp_path / "rows", rows, BYTES)
     shown = []
     for environment in (tools, TypeAdapter(EnvironmentConfig).validate_python(by_task)):
-        examples = load_examples(folder, BYTES, environment)
+        examples = load_examples(folder, BYTES, tools_by_task(environment))
         prompts = load_sampled_prompts(folder, BYTES, environment, max_prompt_tokens=100)
         for example, prompt in zip(examples, prompts, strict=True):
             assert example.token_ids[: len(prompt.token_ids)] == prompt.token_ids
