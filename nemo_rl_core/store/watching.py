@@ -65,11 +65,17 @@ Who = Literal["user", "library", "project"]
 
 
 class Report(NamedTuple):
-    """All inputs that user code of a process read, by file of the code, and its written files."""
+    """All inputs that user code of a process read, and its written files.
+
+    Attributes:
+        readers: Inputs by file of the code.
+        active: Files of the code that has read since the previous report.
+    """
 
     readers: dict[str, set[str]]
     digests: Reads
     written: set[str]
+    active: set[str]
 
 
 class Watch:
@@ -87,6 +93,7 @@ class Watch:
 
 
 _readers: dict[str, set[str]] = {}
+_active: set[str] = set()
 _digests: Reads = {}
 _states: dict[str, tuple[int, int, int]] = {}
 """Size, time and inode of each file when it was last read."""
@@ -108,10 +115,12 @@ def watching(code: Collection[str] = ()) -> Iterator[Watch]:
 
 def report() -> Report:
     """Returns the inputs that user code of this process read, for its parent process."""
+    active = {_active.pop() for _ in range(len(_active))}
     return Report(
         {reader: set(names) for reader, names in list(_readers.items())},
         {name: _settled(name) for name in list(_digests)},
         set(_written),
+        active,
     )
 
 
@@ -119,20 +128,23 @@ def absorb(worker: Report) -> None:
     """Merges the reads of a worker.
 
     Inputs that only the worker has are left out, such as variables set by its launcher, since they
-    cannot be compared here.
+    cannot be compared here. A worker may serve several stages: code that has read nothing since its
+    previous report belongs to a stage only if the stage names it.
     """
     shared: set[str] = set()
+    recent = {name for each in worker.active for name in worker.readers.get(each, ())}
     for name, digest in worker.digests.items():
         present = _digests.get(name) or present_digest(name)
         is_variable = name.startswith("variable ")
         if (present == digest) if is_variable else (present or not digest):
             shared.add(name)
-            _digests[name] = digest
+            if name in recent or name not in _digests:
+                _digests[name] = digest
     _written.update(worker.written)
     for reader, names in worker.readers.items():
         if names & shared:
             _readers.setdefault(reader, set()).update(names & shared)
-            for watch in _watches:
+            for watch in _watches if reader in worker.active else ():
                 watch.code.add(reader)
 
 
@@ -184,6 +196,7 @@ def _state(path: str) -> tuple[int, int, int] | None:
 def _note(name: str, readers: Collection[str], digest: Callable[[], str] | None = None) -> None:
     if name not in _digests:
         _digests[name] = present_digest(name) if digest is None else digest()
+    _active.update(readers)
     for reader in readers:
         _readers.setdefault(reader, set()).add(name)
         for watch in _watches:

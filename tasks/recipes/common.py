@@ -36,7 +36,7 @@ from nemo_rl_core.config.environment import (
     EnvironmentConfig,
     EnvironmentWorkers,
     dedicated_bundles_of_scorers,
-    single_environments,
+    is_multi_turn,
 )
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.export import ExportConfig
@@ -49,7 +49,6 @@ from nemo_rl_core.config.generation import (
 from nemo_rl_core.config.isolation import IsolationConfig
 from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig, SmallModel
-from nemo_rl_core.config.multi_turn import ToolUse
 from nemo_rl_core.config.placement import DedicatedBundles
 from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.config.tracking import BudgetConfig, TrackingConfig
@@ -443,11 +442,11 @@ class SFTTaskConfig(TrainerSettings):
     def of(cls, config: PipelineRecipe) -> "SFTTaskConfig":
         """Extracts the config from a recipe."""
         fields = trainer_fields(config, sft=config.sft)
-        environments = single_environments(config.environment)
-        if config.sft is not None and any(isinstance(each, ToolUse) for each in environments):
+        if config.sft is not None and is_multi_turn(config.environment):
             from nemo_rl_core.rollouts.prompts import tools_by_task
 
-            fields["tools"] = tools_by_task(config.environment)
+            by_task = tools_by_task(config.environment)
+            fields["tools"] = {task: tools for task, tools in by_task.items() if tools}
         return cls(**fields)
 
 

@@ -67,7 +67,7 @@ ALLOWED = {
         "model_folder / name": OWN,
     },
     "nemo_rl_core/data/tokenized.py": {
-        "Store.default().cache / 'tokens' / f'{_key(file, tokenizer)}.arrow'": MADE,
+        "Store.default().cache / 'tokens' / f'{_key(file, tokenizer, offered)}.arrow'": MADE,
     },
     "nemo_rl_core/distributed/isolation.py": {
         "Store.default().cache / 'packages' / file_name": MADE,

@@ -335,3 +335,24 @@ def test_the_current_folder_is_watched_at_any_location() -> None:
     assert not watching._is_noise_from("/usr/src/app/words.txt", "/usr/src/app", None)
     assert watching._is_noise_from("/usr/share/dict/words", "/usr/src/app", None)
     assert watching._is_noise_from("/etc/hosts", "/", None)
+
+
+def test_reads_of_a_worker_belong_to_the_stage_in_which_it_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, file = tmp_path / "reward_of_a_user.py", tmp_path / "settings.txt"
+    file.write_text("1")
+    code.write_text(f"open({str(file)!r}).read()")
+    exec(compile(code.read_text(), code, "exec"), {"__name__": "reward_of_a_user"})
+    reads = watching.report()
+    assert str(code) in reads.active
+    assert str(code) not in watching.report().active
+
+    def absorbed(report: watching.Report, *named: str) -> bool:
+        with watching.watching(named) as watch:
+            watching.absorb(report)
+        return "file ./settings.txt" in watch.reads()
+
+    later = reads._replace(active=set())
+    assert [absorbed(reads), absorbed(later), absorbed(later, str(code))] == [True, False, True]

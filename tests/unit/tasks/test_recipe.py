@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.recipes.common import RecipeError
+from tasks.recipes.common import RecipeError, SFTTaskConfig
 from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.recipe_file import with_base
 
@@ -47,6 +47,26 @@ def test_a_bare_model_name_is_a_pretrained_model_not_a_new_name_for_the_old_one(
 
 def test_no_supervised_start_where_the_recipe_says_null() -> None:
     assert GRPORecipe.model_validate({"recipe": "grpo_arithmetic", "sft": None}).sft is None
+
+
+def test_a_supervised_start_shows_the_tools_of_the_environment() -> None:
+    calculator = {"kind": "tools", "tools": [{"kind": "calculator"}]}
+    tasks = [
+        {"task": "sums", "environment": calculator},
+        {"task": "talk", "environment": {"kind": "exact"}},
+    ]
+    for environment, shown in (
+        (calculator, {""}),
+        ({"kind": "by_task", "tasks": tasks}, {"sums"}),
+        ({"kind": "exact"}, set()),
+    ):
+        recipe = GRPORecipe.model_validate(
+            {"recipe": "grpo_arithmetic", "environment": environment, "rollouts": {"max_turns": 2}}
+        )
+        config = SFTTaskConfig.of(recipe)
+        names = [tool["function"]["name"] for tools in config.tools.values() for tool in tools]
+        assert (set(config.tools), names) == (shown, ["calculator"] * len(shown))
+        assert ("tools" in config.model_dump()) == bool(shown)
 
 
 def test_an_unknown_recipe_lists_the_choices() -> None:
