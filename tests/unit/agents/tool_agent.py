@@ -1,4 +1,4 @@
-"""Answers sums with a tool of its own, as an agent with the client of OpenAI."""
+"""Answers sums and calls its tool itself, as an agent with the client of OpenAI."""
 
 import json
 from typing import Any
