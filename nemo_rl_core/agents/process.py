@@ -52,7 +52,7 @@ class ProcessResult:
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """Returns the row that an agent reads: its columns, `prompt` as text and as `messages`."""
+    """Returns the columns of the row that an agent reads; `messages` is the prompt as turns."""
     turns = as_turns(prompt.text, role="user")
     return {
         **json.loads(prompt.metadata),
@@ -61,6 +61,7 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
         "messages": turns,
         "answer": prompt.answer,
         "task": prompt.task,
+        "tools": json.loads(prompt.tools),
     }
 
 

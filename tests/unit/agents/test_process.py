@@ -121,10 +121,12 @@ def test_an_agent_reads_the_columns_of_its_row() -> None:
     row = row_of(PROMPT)
     assert row == {
         **{"level": 3, "id": "7", "answer": "4", "task": "sums", "prompt": "2+2="},
-        "messages": turns[1:],
+        **{"messages": turns[1:], "tools": []},
     }
-    conversation = Prompt("7", json.dumps(turns), (1,), "4", "sums")
-    assert row_of(conversation)["messages"] == turns
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    conversation = Prompt("7", json.dumps(turns), (1,), "4", "sums", tools=json.dumps(tools))
+    row = row_of(conversation)
+    assert (row["messages"], row["tools"]) == (turns, tools)
 
 
 @pytest.mark.parametrize(
