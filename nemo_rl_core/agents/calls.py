@@ -136,7 +136,7 @@ def extended(before: bytes, turn: Turn) -> bytes:
     """Returns the digest of a conversation and another turn."""
     role = "system" if turn["role"] == "developer" else turn["role"]
     functions = [call["function"] for call in turn.get("tool_calls", ())]
-    calls = [[each["name"], _plain(each["arguments"])] for each in functions]
+    calls = [[each["name"], _plain(each.get("arguments", {}))] for each in functions]
     name = turn.get("name") if role == "user" else None
     return digest(before, [role, turn["content"].strip(), calls, name])
 

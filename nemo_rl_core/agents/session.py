@@ -174,7 +174,8 @@ class Session:
     OpenAI and Anthropic send); or one like an earlier call whose client left before the answer.
     All other equal calls sample again.
 
-    The seed of a call depends on the first messages unless they are the row's, on the number of
+    The seed of a call depends on the first messages (and on their tools) unless they are the row's,
+    on the number of
     sampled turns before it, and on how many equal calls came before: a linear agent draws what a
     multi-turn environment draws, and concurrent calls draw the same in any order.
 
@@ -335,7 +336,7 @@ class Session:
             new_ids = self._rendered(turns, tools, parent)
             context = _Context(parent, tuple(turns), tools, new_ids, key, digests[-1], is_ambiguous)
             if parent is None:
-                is_row = prefix_digests(turns, ())[-1] == self._row_digest  # with any tools
+                is_row = prefix_digests(turns, ())[-1] == self._row_digest
                 context.seed_offset = 0 if is_row else int.from_bytes(key[:8]) * _TURNS**2
             else:
                 context.seed_offset = parent.context.seed_offset

@@ -101,7 +101,7 @@ def _key(file: Path, tokenizer: Any, offered: ToolsByTask) -> str:
         json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
         *(repr(tokenizer.init_kwargs.get(name)) for name in _OPTIONS),
         str(tokenizer.chat_template),
-        json.dumps(offered, sort_keys=True),
+        json.dumps(offered),  # a template may write parameters in their order
         *map(inspect.getsource, _CODE),
         *(version(package) for package in _PACKAGES),
     ]

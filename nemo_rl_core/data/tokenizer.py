@@ -17,14 +17,16 @@ _CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
-# As above without tools. Signatures are short, and calls have the syntax of Hermes and Qwen.
+# Without tools, equal to the template above. Calls have the syntax of Hermes and Qwen.
 _TOOL_TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }}"
     "({{ ((tool.function.parameters or {}).properties or {}) | join(', ') }})\n{% endfor %}"
     "{% for message in messages %}{% if message.role == 'tool' %}<tool_response>"
-    "{{ message.content }}</tool_response>{% else %}{{ message.content or '' }}{% endif %}"
-    '{% for call in message.tool_calls or [] %}<tool_call>\n{"name": "{{ call.function.name }}", '
-    '"arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "{{ message.content or '' }}</tool_response>{% else %}{{ message.content or '' }}{% endif %}"
+    '{% for call in message.tool_calls or [] %}<tool_call>\n{"name": '
+    '{{ call.function.name | tojson }}, "arguments": {% if call.function.arguments is string %}'
+    "{{ call.function.arguments }}{% else %}{{ (call.function.arguments or {}) | tojson }}"
+    "{% endif %}}\n</tool_call>{% endfor %}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 

@@ -8,7 +8,7 @@ from nemo_rl_core.data.json_values import json_default, parsed
 from nemo_rl_core.errors import DataError
 
 ToolsByTask = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Schemas of an environment's tools by task; those of the key "" are of all other tasks."""
+"""Schemas of an environment's tools by task; the key "" stands for all other tasks."""
 
 SPELLINGS = ("tools", "functions", "available_tools")
 """Columns with definitions of tools."""
@@ -73,6 +73,7 @@ def shown_tools(offered: ToolsByTask, row: Mapping[str, Any]) -> list[dict[str, 
         raise DataError(
             f"a row names the tool {unknown[0]!r}, which the environment does not have",
             expected=f"names among {', '.join(by_name)}",
+            got=f"{', '.join(names)} in the row with the prompt {row['prompt'][:80]!r}",
             fix="add it to environment.tools, or use data.drop_columns: [tools]",
         )
     return [by_name[name] for name in names] or [*by_name.values()]

@@ -27,8 +27,9 @@ def read_cpu_seconds(actors: Sequence[Any], timeout_seconds: float) -> dict[str,
             seconds, reads = ray.get(reference)
         except ray.exceptions.RayError:
             continue  # it has died; the last reading counts
-        cpu_seconds[pending[reference]._actor_id.hex()] = float(seconds)
-        watching.absorb(reads)
+        actor_id = pending[reference]._actor_id.hex()
+        cpu_seconds[actor_id] = float(seconds)
+        watching.absorb(reads, actor_id)
     return cpu_seconds
 
 

@@ -78,9 +78,9 @@ NOT_RUN_BY_STAGES = {
         "nemo_rl_core.rollouts.prompts",
     },
 }
-"""Imports only for calls from Python (`fit`, `from_pretrained`, `register_...`), by importing
-module, or for a stage's config, which has the tools of its prompts. Stages call `run`, so changes
-of these imports must not make stages run again.
+"""Imports, by importing module, that only calls from Python (`fit`, `from_pretrained`,
+`register_...`) use, or that only make the config of a stage. Stages call `run`, so changes of these
+imports must not make stages run again.
 
 `fit` and `run` are methods of one class: without the entry of `trainers.base`, the code of every
 data source would be part of the key of every training. A judge is an engine of vLLM, in every stage

@@ -74,7 +74,7 @@ def _specs(name: str, folder: Path | None) -> list[ModuleSpec]:
         if not inner or locations is None:
             break
         parent, child = spec.name, inner.pop(0)
-        # By the last name: a folder without `__init__` would ask for its parent in sys.modules.
+        # By its last name: the path of a namespace package looks its parent up in sys.modules.
         spec = PathFinder.find_spec(child, list(locations))
         if spec is not None:
             spec.name = f"{parent}.{child}"

@@ -69,13 +69,13 @@ class Report(NamedTuple):
 
     Attributes:
         readers: Inputs by file of the code.
-        active: Files of the code that has read since the previous report.
+        counts: Number of reads by file of the code.
     """
 
     readers: dict[str, set[str]]
     digests: Reads
     written: set[str]
-    active: set[str]
+    counts: dict[str, int]
 
 
 class Watch:
@@ -93,7 +93,9 @@ class Watch:
 
 
 _readers: dict[str, set[str]] = {}
-_active: set[str] = set()
+_counts: dict[str, int] = {}
+_reported: dict[str, dict[str, int]] = {}
+"""The last counts that each worker reported."""
 _digests: Reads = {}
 _states: dict[str, tuple[int, int, int]] = {}
 """Size, time and inode of each file when it was last read."""
@@ -115,36 +117,35 @@ def watching(code: Collection[str] = ()) -> Iterator[Watch]:
 
 def report() -> Report:
     """Returns the inputs that user code of this process read, for its parent process."""
-    active = {_active.pop() for _ in range(len(_active))}
     return Report(
         {reader: set(names) for reader, names in list(_readers.items())},
         {name: _settled(name) for name in list(_digests)},
         set(_written),
-        active,
+        dict(_counts),
     )
 
 
-def absorb(worker: Report) -> None:
+def absorb(worker: Report, name_of_worker: str) -> None:
     """Merges the reads of a worker.
 
     Inputs that only the worker has are left out, such as variables set by its launcher, since they
-    cannot be compared here. A worker may serve several stages: code that has read nothing since its
-    previous report belongs to a stage only if the stage names it.
+    cannot be compared here. A worker may serve several stages: code belongs to a stage if it has
+    read since the worker's last report, or if the stage names it.
     """
+    earlier, _reported[name_of_worker] = _reported.get(name_of_worker, {}), worker.counts
+    active = {each for each, count in worker.counts.items() if count > earlier.get(each, 0)}
     shared: set[str] = set()
-    recent = {name for each in worker.active for name in worker.readers.get(each, ())}
     for name, digest in worker.digests.items():
         present = _digests.get(name) or present_digest(name)
         is_variable = name.startswith("variable ")
         if (present == digest) if is_variable else (present or not digest):
             shared.add(name)
-            if name in recent or name not in _digests:
-                _digests[name] = digest
+            _digests[name] = digest
     _written.update(worker.written)
     for reader, names in worker.readers.items():
         if names & shared:
             _readers.setdefault(reader, set()).update(names & shared)
-            for watch in _watches if reader in worker.active else ():
+            for watch in _watches if reader in active else ():
                 watch.code.add(reader)
 
 
@@ -196,8 +197,8 @@ def _state(path: str) -> tuple[int, int, int] | None:
 def _note(name: str, readers: Collection[str], digest: Callable[[], str] | None = None) -> None:
     if name not in _digests:
         _digests[name] = present_digest(name) if digest is None else digest()
-    _active.update(readers)
     for reader in readers:
+        _counts[reader] = _counts.get(reader, 0) + 1
         _readers.setdefault(reader, set()).add(name)
         for watch in _watches:
             watch.code.add(reader)

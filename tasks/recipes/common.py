@@ -3,6 +3,7 @@
 Mistakes in a recipe are reported in a few lines, when it is read.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -430,23 +431,21 @@ class SFTTaskConfig(TrainerSettings):
     """Config of `train_sft`; without `sft` nothing is fine-tuned.
 
     Attributes:
-        tools: Tools of the environment, which prompts show.
+        tools: Tools of the environment, which prompts show, by task, as JSON.
     """
 
     sft: SFTConfig | None
-    tools: dict[str, list[dict[str, Any]]] = Field(
-        default_factory=dict, exclude_if=lambda value: not value
-    )
+    tools: dict[str, str] = Field(default_factory=dict, exclude_if=lambda value: not value)
 
     @classmethod
     def of(cls, config: PipelineRecipe) -> "SFTTaskConfig":
-        """Extracts the config from a recipe."""
+        """Extracts the config from a recipe; asks an MCP server for its tools."""
         fields = trainer_fields(config, sft=config.sft)
         if config.sft is not None and is_multi_turn(config.environment):
             from nemo_rl_core.rollouts.prompts import tools_by_task
 
             by_task = tools_by_task(config.environment)
-            fields["tools"] = {task: tools for task, tools in by_task.items() if tools}
+            fields["tools"] = {task: json.dumps(tools) for task, tools in by_task.items() if tools}
         return cls(**fields)
 
 

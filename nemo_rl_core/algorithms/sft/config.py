@@ -1,6 +1,6 @@
 """Settings of supervised fine-tuning."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, PositiveInt
 
@@ -37,10 +37,8 @@ class SFTSettings(TrainerSettings):
     """All settings of `SFTTrainer`.
 
     Attributes:
-        tools: Tools of the environment, which prompts show; see `shown_tools`.
+        tools: Tools of the environment, which prompts show, by task, as JSON; see `shown_tools`.
     """
 
     sft: SFTConfig = SFTConfig()
-    tools: dict[str, list[dict[str, Any]]] = Field(
-        default_factory=dict, exclude_if=lambda value: not value
-    )
+    tools: dict[str, str] = Field(default_factory=dict, exclude_if=lambda value: not value)

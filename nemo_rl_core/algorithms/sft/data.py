@@ -38,10 +38,22 @@ def load_examples(
             got="rows without completions",
             fix="add one of the columns, or train with an algorithm that samples",
         )
-    tokenized = load_tokenized(folder, rows, tokenizer, written_tools(offered or {}, tokenizer))
-    if isinstance(tokenized, list):
-        return [each["row"] for each in tokenized]
-    return LazyRows(tokenized, lambda each: each["row"])
+    tools = written_tools(offered or {}, tokenizer)
+    tokenized = load_tokenized(folder, rows, tokenizer, tools)
+    examples: Sequence[SupervisedExample] = (
+        [each["row"] for each in tokenized]
+        if isinstance(tokenized, list)
+        else LazyRows(tokenized, lambda each: each["row"])
+    )
+    # Rows were checked without the tools of the environment.
+    if tools and not all(each.num_trained_tokens for each in examples):
+        raise DataError(
+            "the tools of the environment leave no room for the completion of a row",
+            expected="trained tokens in each truncated row (data.max_sequence_tokens)",
+            got="a row whose prompt is as long as the limit",
+            fix="raise data.max_sequence_tokens, or offer fewer tools",
+        )
+    return examples
 
 
 def sft_batch(examples: Sequence[SupervisedExample]) -> BatchedDataDict:

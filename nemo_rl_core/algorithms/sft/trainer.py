@@ -1,5 +1,6 @@
 """Supervised fine-tuning: batch, train, log, save."""
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -46,7 +47,8 @@ class SFTTrainer(BaseTrainer[SFTSettings, SFTConfig]):
         return PromptLoader(examples, batch_size=size, seed=seed)
 
     def _examples(self, folder: Path, spec: RunSpec) -> Sequence[SupervisedExample]:
-        return load_examples(folder, load_tokenizer(spec.start), self.settings.tools)
+        offered = {task: json.loads(tools) for task, tools in self.settings.tools.items()}
+        return load_examples(folder, load_tokenizer(spec.start), offered)
 
     def _train_step(self, batch: list[SupervisedExample]) -> dict[str, float]:
         with self.timer.phase("train"):

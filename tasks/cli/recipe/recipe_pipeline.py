@@ -20,14 +20,13 @@ def pipeline_of(recipe: str, pipelines: Collection[str]) -> str:
         values = read_recipe(path) if path.is_file() else {}
         named = str(values.get("recipe", named))
         sections = [name for name in pipelines if name in values]
-        sections = sections if sections == ["sft"] else [each for each in sections if each != "sft"]
         if named in seen and len(sections) == 1:
             return sections[0]
     raise ConfigError(
         f"it is not clear which pipeline the recipe {recipe!r} is for",
         expected=f"a recipe named after one of {', '.join(pipelines)}",
         got=recipe,
-        fix=f"rename it, such as to grpo_{Path(recipe).name}",
+        fix=f"rename it, such as to grpo_{Path(recipe).name}, or add --pipeline to nemo-rl plan",
     )
 
 

@@ -103,9 +103,15 @@ def test_the_template_of_bytes_writes_tools_and_calls() -> None:
     assert text == (
         f"<bos>price(item, count)\n2 pears?{written}<eos><tool_response>6</tool_response>6<eos>"
     )
+    call["function"]["arguments"] = json.dumps(arguments)
+    assert BYTES.apply_chat_template(turns, tools=tools, tokenize=False) == text
     sampled = BYTES.encode(f"{written}<eos>", add_special_tokens=False)
     turn = TurnReader(BYTES).read(np.array(sampled), tools=tools).turn
-    assert [each["function"] for each in turn["tool_calls"]] == [call["function"]]
+    (read,) = turn["tool_calls"]
+    assert read["function"] == {"name": "price", "arguments": arguments}
+    del call["function"]["arguments"]
+    text = BYTES.apply_chat_template(turns, tools=tools, tokenize=False)
+    assert '{"name": "price", "arguments": {}}' in text
 
 
 def test_a_completion_that_cannot_be_written_is_not_trained_on() -> None:

@@ -64,8 +64,8 @@ def test_a_supervised_start_shows_the_tools_of_the_environment() -> None:
             {"recipe": "grpo_arithmetic", "environment": environment, "rollouts": {"max_turns": 2}}
         )
         config = SFTTaskConfig.of(recipe)
-        names = [tool["function"]["name"] for tools in config.tools.values() for tool in tools]
-        assert (set(config.tools), names) == (shown, ["calculator"] * len(shown))
+        assert set(config.tools) == shown
+        assert all('"name": "calculator"' in tools for tools in config.tools.values())
         assert ("tools" in config.model_dump()) == bool(shown)
 
 

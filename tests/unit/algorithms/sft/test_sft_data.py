@@ -94,3 +94,12 @@ def test_prompts_show_the_tools_that_completions_are_sampled_with(tmp_path: Path
             shown.append(BYTES.decode(prompt.token_ids).split("\n")[:-1])
     both, one = ["<bos>calculator(expression)", "python(program)"], ["<bos>calculator(expression)"]
     assert shown == [both, one, both, both, one, []]
+
+
+def test_tools_that_leave_no_room_for_a_completion_are_refused(tmp_path: Path) -> None:
+    options = {"max_sequence_tokens": 6, "overlong": "truncate"}
+    folder = _saved(tmp_path, [{"prompt": "1+2=", "answer": "3"}], BYTES, **options)
+    assert load_examples(folder, BYTES)[0].num_trained_tokens == 1
+    tools = {"": [{"type": "function", "function": {"name": "calculator"}}]}
+    with pytest.raises(DataError, match="leave no room for the completion"):
+        load_examples(folder, BYTES, tools)
