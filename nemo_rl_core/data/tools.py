@@ -8,7 +8,7 @@ from nemo_rl_core.data.json_values import json_default, parsed
 from nemo_rl_core.errors import DataError
 
 ToolsByTask = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Schemas of an environment's tools by task; the key "" stands for all other tasks."""
+"""Schemas of an environment's tools by task; the key "" is for all other tasks."""
 
 SPELLINGS = ("tools", "functions", "available_tools")
 """Columns with definitions of tools."""
