@@ -174,10 +174,10 @@ class Session:
     OpenAI and Anthropic send); or one like an earlier call whose client left before the answer.
     All other equal calls sample again.
 
-    The seed of a call depends on the first messages (and on their tools) unless they are the row's,
-    on the number of
-    sampled turns before it, and on how many equal calls came before: a linear agent draws what a
-    multi-turn environment draws, and concurrent calls draw the same in any order.
+    The seed of a call depends on the first messages and their tools unless the messages are the
+    row's, on the number of sampled turns before it, and on how many equal calls came before: a
+    linear agent draws what a multi-turn environment draws, and concurrent calls draw the same in
+    any order.
 
     Args:
         complete: Function that samples a completion.
