@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_core.config.placement import DedicatedBundles
+from nemo_rl_core.distributed.batched_data_dict import InProcess
 from nemo_rl_core.distributed.named_sharding import NamedSharding
-from nemo_rl_core.distributed.remote_columns import InProcess
 
 
 @dataclass(frozen=True)

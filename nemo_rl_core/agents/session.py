@@ -31,7 +31,7 @@ from nemo_rl_core.agents.calls import (
 from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.data.sampled_turns import TurnReader
 from nemo_rl_core.data.turns import Turn, as_turns
-from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRow, RemoteRows
+from nemo_rl_core.distributed.batched_data_dict import InProcess, RemoteRow, RemoteRows
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.rollouts.engine import (
     Complete,

@@ -1,17 +1,185 @@
-"""A dictionary of columns with one row per sequence, and functions that collate tokens."""
+"""Batches: columns with one row per sequence, whose values are local or remote.
+
+A block is the output of one worker: columns of its rows, as arrays. It stays in Ray's object store,
+on the worker's machine, until no row refers to it. Code that computes on rows reads them with
+`fetched`. Selecting rows, or joining those of several workers, reads nothing.
+"""
 
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from nemo_rl_core.distributed.host_copy import move_together
 from nemo_rl_core.distributed.packing.plan import Microbatch
-from nemo_rl_core.distributed.remote_columns import RemoteRows
 from nemo_rl_core.errors import MissingColumnError
+
+Block = Mapping[str, Any]
+"""Columns of equal length: arrays whose first dimension is the rows, or lists."""
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """A reference to a block in this process."""
+
+    block: Block
+
+
+class RemoteRow(NamedTuple):
+    """A row of a block: the reference to the block, and the index of the row in it."""
+
+    reference: Any
+    number: int
+
+
+def as_block(columns: Mapping[str, Any]) -> Block:
+    """Returns columns as arrays, which processes of one machine share without copying."""
+    return {
+        name: value.detach().numpy() if isinstance(value, torch.Tensor) else value
+        for name, value in columns.items()
+    }
+
+
+def from_block(block: Block) -> dict[str, Any]:
+    """Returns columns as tensors; arrays are copied, since those of the store are read-only."""
+    return {
+        name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+        for name, value in block.items()
+    }
+
+
+def read_blocks(references: Sequence[Any]) -> list[Block]:
+    """Returns the blocks of references, in order."""
+    others = [each for each in references if not isinstance(each, InProcess)]
+    fetched = iter(())
+    if others:
+        import ray
+
+        fetched = iter(ray.get(others))
+    return [each.block if isinstance(each, InProcess) else next(fetched) for each in references]
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteRows:
+    """`B` rows of remote blocks; in a batch, one column that replaces all columns of the blocks.
+
+    Attributes:
+        block: `[B]` int, the index of each row's block.
+        row: `[B]` int, the index of each row in its block.
+        column: Name of a single column of the blocks; None for all columns.
+
+    Example:
+        >>> first = InProcess({"x": np.array([[1, 2], [3, 4]])})
+        >>> second = InProcess({"x": np.array([[5]])})
+        >>> rows = RemoteRows.of_blocks([first, second], [2, 1])[[2, 0]]
+        >>> rows.fetched()["x"]
+        tensor([[5, 0],
+                [1, 2]])
+    """
+
+    references: tuple[Any, ...]
+    block: np.ndarray[Any, np.dtype[np.int64]]
+    row: np.ndarray[Any, np.dtype[np.int64]]
+    column: str | None = None
+
+    @classmethod
+    def of_blocks(
+        cls, references: Sequence[Any], sizes: "Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]"
+    ) -> Self:
+        """Returns all rows of the blocks, in order."""
+        counts = np.asarray(sizes, np.int64)
+        block = np.repeat(np.arange(len(counts)), counts)
+        starts = np.cumsum(counts) - counts
+        return cls(tuple(references), block, np.arange(len(block)) - starts[block])
+
+    @classmethod
+    def of_each(cls, rows: Sequence[RemoteRow]) -> Self:
+        """Returns single rows, in order."""
+        blocks = {id(each.reference): each.reference for each in rows}
+        indices = dict(zip(blocks, range(len(blocks)), strict=True))
+        block = np.array([indices[id(each.reference)] for each in rows], np.int64)
+        return cls(
+            tuple(blocks.values()), block, np.array([each.number for each in rows], np.int64)
+        )
+
+    def each(self) -> list[RemoteRow]:
+        """Returns the rows one by one, in the form of `of_each`."""
+        rows = zip(self.block.tolist(), self.row.tolist(), strict=True)
+        return [RemoteRow(self.references[block], number) for block, number in rows]
+
+    @classmethod
+    def concatenated(cls, parts: "Sequence[RemoteRows]") -> "RemoteRows":
+        """Concatenates rows of the same columns."""
+        counts = [len(part.references) for part in parts]
+        starts = np.cumsum(counts) - counts
+        return cls(
+            tuple(reference for part in parts for reference in part.references),
+            np.concatenate([part.block + start for part, start in zip(parts, starts, strict=True)]),
+            np.concatenate([part.row for part in parts]),
+            parts[0].column,
+        )
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def __getitem__(self, rows: "slice | np.ndarray[Any, np.dtype[np.int64]]") -> "RemoteRows":
+        """Returns the rows of a slice, or at indices; nothing is read."""
+        return RemoteRows(self.references, self.block[rows], self.row[rows], self.column)
+
+    def reordered(self, order: "np.ndarray[Any, np.dtype[np.int64]]") -> "RemoteRows":
+        """Moves row `i` to index `order[i]`, like `BatchedDataDict.reorder_data`."""
+        rows = np.empty(len(order), np.int64)
+        rows[order] = np.arange(len(order))
+        return replace(self, block=self.block[rows], row=self.row[rows])
+
+    def of_column(self, column: str) -> "RemoteRows":
+        """Returns the same rows with only one column."""
+        return replace(self, column=column)
+
+    def compact(self) -> "RemoteRows":
+        """Drops references to blocks without any of the rows.
+
+        Without rows, one reference is kept, since it determines the columns.
+        """
+        if not len(self):
+            return replace(self, references=self.references[:1])
+        is_used = np.zeros(len(self.references), np.bool_)
+        is_used[self.block] = True
+        references = tuple(self.references[i] for i in np.flatnonzero(is_used).tolist())
+        block = (np.cumsum(is_used) - 1)[self.block]
+        return RemoteRows(references, block, self.row, self.column)
+
+    def __reduce__(self) -> Any:
+        rows = self.compact()  # a reader must not keep blocks that it does not read
+        return RemoteRows, (rows.references, rows.block, rows.row, rows.column)
+
+    def fetched(self) -> dict[str, Any]:
+        """Reads the rows: tensors padded on the right with 0, and lists, by column."""
+        rows = self.compact()
+        blocks = read_blocks(rows.references)
+        names = list(blocks[0]) if self.column is None else [self.column]
+        return {name: _joined([each[name] for each in blocks], rows) for name in names}
+
+
+def _joined(values: Sequence[Any], rows: RemoteRows) -> Any:
+    if not isinstance(values[0], np.ndarray):
+        pairs = zip(rows.block.tolist(), rows.row.tolist(), strict=True)
+        return [values[block][row] for block, row in pairs]
+    if len(values) == 1:
+        return torch.from_numpy(values[0][rows.row])  # a copy: blocks are read-only
+    sizes = [max(size) for size in zip(*(each.shape[1:] for each in values), strict=True)]
+    gathered = np.zeros((len(rows), *sizes), values[0].dtype)
+    for number, value in enumerate(values):
+        rows_of_block = np.flatnonzero(rows.block == number)
+        inner: tuple[Any, ...] = tuple(slice(size) for size in value.shape[1:])
+        gathered[(rows_of_block, *inner)] = value[rows.row[rows_of_block]]
+    return torch.from_numpy(gathered)
+
 
 MULTIMODAL_COLUMNS = frozenset(
     {
@@ -193,15 +361,19 @@ class BatchedDataDict(UserDict[str, Any]):
         """Returns the same batch with its tensors on `device`."""
         return self.moved_with([], torch.device(device))[0]
 
-    def moved_with(
-        self, others: Sequence[torch.Tensor], device: torch.device
-    ) -> tuple[Self, list[torch.Tensor]]:
-        """Moves the batch and other tensors to a device; to a GPU in one copy (`move_together`)."""
-        columns = [tensor for value in self.data.values() for tensor in _tensors(value)]
-        tensors = move_together([*others, *columns], device)
-        moved_columns, moved = iter(tensors[len(others) :]), self.copy()
-        moved.update({key: _replaced(value, moved_columns) for key, value in self.data.items()})
-        return moved, tensors[: len(others)]
+    def moved_with(self, others: Any, device: torch.device) -> tuple[Self, Any]:
+        """Moves the batch, and tensors in a list or dict, to a device; to a GPU in one copy."""
+        leaves, structure = tree_flatten((others, self.data))
+        positions = [
+            position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
+        ]
+        tensors = move_together([leaves[position] for position in positions], device)
+        for position, tensor in zip(positions, tensors, strict=True):
+            leaves[position] = tensor
+        moved_others, columns = tree_unflatten(leaves, structure)
+        moved = self.copy()
+        moved.update(columns)
+        return moved, moved_others
 
 
 def _selected(column: Any, index: torch.Tensor) -> Any:
@@ -218,17 +390,6 @@ def _as_wide(column: Any, width: int) -> Any:
         return column
     cut = column[:, : max(width, 0)]
     return _padded(cut, [max(width, 0), *cut.shape[2:]], 0.0)
-
-
-def _tensors(column: Any) -> list[torch.Tensor]:
-    items = [column] if isinstance(column, torch.Tensor) else column
-    return [item for item in items if isinstance(item, torch.Tensor)]
-
-
-def _replaced(column: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    if isinstance(column, torch.Tensor):
-        return next(tensors)
-    return [next(tensors) if isinstance(item, torch.Tensor) else item for item in column]
 
 
 def _cat_padded(tensors: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:

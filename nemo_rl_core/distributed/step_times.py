@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_core.distributed.process_group import local_device, rank, world_size
+from nemo_rl_core.distributed.process_group import local_device, rank
 
 if TYPE_CHECKING:
     from nemo_rl_core.distributed.worker_group import RayWorkerGroup
@@ -51,7 +51,9 @@ class RankTimes:
 @contextmanager
 def step_time() -> Iterator[None]:
     """Records the times of a forward and backward pass that ends with results on the host."""
-    if world_size() == 1:
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
     wall, cpu, events = time.perf_counter(), time.process_time(), _started_probe()

@@ -42,7 +42,7 @@ def _budget(device: torch.device) -> int:
 
 def logprobs_from_logits(logits: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
     """Computes logprobs `[...]` of token ids from logits `[..., V]`, in float32 or float64."""
-    scaled = _at_least_float32(logits) / temperature
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return torch.log_softmax(scaled, dim=-1).gather(-1, targets[..., None]).squeeze(-1)
 
 
@@ -143,12 +143,9 @@ def topk_logprobs_from_hidden(
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
 ) -> Tensor:
-    logits = _at_least_float32(F.linear(hidden, weight, bias))
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if temperature == 1 else logits.div_(temperature)
-
-
-def _at_least_float32(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class _Options(NamedTuple):

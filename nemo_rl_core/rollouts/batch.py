@@ -11,8 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows, as_block
+from nemo_rl_core.distributed.batched_data_dict import (
+    BatchedDataDict,
+    InProcess,
+    RemoteRows,
+    as_block,
+)
 from nemo_rl_core.environments.interfaces import shorten
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.functional.kl import kl_generation_trainer
@@ -58,7 +62,8 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
         batch["written_lengths"] = torch.tensor([each.num_written for each in columns.turns])
         batch["num_turns"] = torch.tensor([len(each.rewards) for each in columns.turns])
     batch["rewards"] = rewards_of(columns)
-    batch = _with_components(batch, columns.components)
+    if any(columns.components):
+        batch["reward_components"] = _reward_components(columns.components)
     if columns.part is not None:
         batch.update(_episode_columns(columns, batch))
     return batch if columns is rollouts else batch.fetched()
@@ -150,10 +155,8 @@ def with_logprobs_of(policy: PolicyInterface, rollouts: Sequence[Rollout]) -> Re
     return replace(columns, source=CompletionSource(replace(completions, tokens=block)))
 
 
-def _with_components(
-    batch: BatchedDataDict, components: Sequence[Sequence[float]]
-) -> BatchedDataDict:
-    counts = sorted({len(values) for values in components}) or [0]
+def _reward_components(components: Sequence[Sequence[float]]) -> Tensor:
+    counts = sorted({len(values) for values in components})
     if len(counts) > 1:
         raise RewardError(
             "rollouts of one step have different numbers of rewards",
@@ -161,9 +164,7 @@ def _with_components(
             got=", ".join(str(count) for count in counts),
             fix="return every component from the reward function, 0 where it does not apply",
         )
-    if counts != [0]:
-        batch["reward_components"] = torch.tensor(components)
-    return batch
+    return torch.tensor(components)
 
 
 def rewards_of(rollouts: Sequence[Rollout]) -> Tensor:
@@ -247,20 +248,9 @@ def valid_rollouts(rollouts: Sequence[Rollout]) -> RemoteRollouts:
     return RemoteRollouts.of(rollouts).valid()
 
 
-def failed_rollouts(rollouts: Sequence[Rollout]) -> RemoteRollouts:
-    """Returns the rollouts with an error, in order."""
-    columns = RemoteRollouts.of(rollouts)
-    return columns.select(np.flatnonzero(~columns.is_valid))
-
-
 def groups_of(rollouts: Sequence[Rollout]) -> Tensor:
     """Returns `[B]`, the group of each rollout."""
     return torch.from_numpy(RemoteRollouts.of(rollouts).group)
-
-
-def selected(rollouts: Sequence[Rollout], mask: Tensor) -> RemoteRollouts:
-    """Returns the rollouts that a mask `[B]` selects, in order."""
-    return RemoteRollouts.of(rollouts).select(mask.nonzero()[:, 0].numpy())
 
 
 def failure_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRow, RemoteRows
+from nemo_rl_core.distributed.batched_data_dict import InProcess, RemoteRow, RemoteRows
 from nemo_rl_core.models.generation.remote_completions import (
     InProcessEngine,
     RemoteCompletions,

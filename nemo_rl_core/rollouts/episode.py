@@ -11,7 +11,7 @@ from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.data.sampled_turns import TurnReader
 from nemo_rl_core.data.turns import Turn, as_turns
-from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows
+from nemo_rl_core.distributed.batched_data_dict import InProcess, RemoteRows
 from nemo_rl_core.environments.conversations import ConversationAnswers
 from nemo_rl_core.environments.interfaces import checked
 from nemo_rl_core.environments.multi_turn.replies import REPORTED, SHOWN_TOOLS, Reply

@@ -12,12 +12,14 @@ from typing import Any, overload
 
 import numpy as np
 
-from nemo_rl_core.distributed.remote_columns import RemoteRows
+from nemo_rl_core.distributed.batched_data_dict import RemoteRows
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.models.generation.remote_completions import RemoteCompletions
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
+_OF_TOKENS = ("token_ids", "logprobs", "generated", "weight_versions")
+"""Fields of a completion with one value per token."""
 
 
 def parts_of(numbers: Sequence[int]) -> Indices | None:
@@ -25,11 +27,11 @@ def parts_of(numbers: Sequence[int]) -> Indices | None:
     return np.array(numbers, np.int64) if any(numbers) else None
 
 
+@dataclass(eq=False)
 class CompletionSource:
     """Completions of an engine, with a cache of the texts and tokens that were fetched."""
 
-    def __init__(self, completions: RemoteCompletions) -> None:
-        self.completions = completions
+    completions: RemoteCompletions
 
     def __reduce__(self) -> Any:
         return CompletionSource, (self.completions,)  # without the cache
@@ -46,12 +48,30 @@ class CompletionSource:
         columns = self.completions.tokens.fetched()
         return {name: values.numpy() for name, values in columns.items()}
 
-    def token_values(self, index: int, name: str) -> tuple[Any, ...]:
-        """Returns one value per token of a completion."""
+    def read(self, index: int, turns: "Turns | None") -> Completion:
+        """Returns a completion of this process, with several turns if an environment answers."""
         end = int(self.completions.input_lengths[index])
         start = end - int(self.completions.completion_lengths[index])
-        first = 0 if name == "input_ids" else 1  # the first token has no prediction
-        return tuple(self.tokens[name][index, start - first : end - first].tolist())
+        rows = {name: column[index] for name, column in self.tokens.items()}
+        token_ids = tuple(rows.pop("input_ids")[start:end].tolist())
+        # The first token of a sequence has no prediction.
+        values = {name: tuple(row[start - 1 : end - 1].tolist()) for name, row in rows.items()}
+        mask = values["token_mask"] if turns else ()
+        generated = () if all(mask) else mask
+        versions = values.get("weight_versions", ())
+        if generated and versions:
+            # The environment's turns have the version of the policy's turn before.
+            pairs = zip(versions, generated, strict=True)
+            last = accumulate(pairs, lambda before, new: new if new[1] else (before[0], False))
+            versions = tuple(version for version, _ in last)
+        return Completion(
+            token_ids,
+            values["generation_logprobs"],
+            bool(self.completions.truncated[index]),
+            generated,
+            versions,
+            0 if turns is None else turns.num_unread_tokens,
+        )
 
     def prompt_token_ids(self, index: int) -> tuple[int, ...]:
         """Returns the tokens before a completion."""
@@ -98,7 +118,7 @@ class Turns:
 
 
 class RemoteCompletion(Completion):
-    """A completion of a `CompletionSource`, whose tokens are fetched when they are read."""
+    """A completion of a `CompletionSource`, whose tokens are fetched when they are first read."""
 
     __slots__ = ("_index", "_source", "_turns")
     _source: CompletionSource
@@ -113,45 +133,18 @@ class RemoteCompletion(Completion):
         set_attribute(self, "truncated", bool(source.completions.truncated[index]))
         set_attribute(self, "num_unread_tokens", 0 if turns is None else turns.num_unread_tokens)
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """`L` token ids."""
-        return self._source.token_values(self._index, "input_ids")
-
-    @property
-    def logprobs(self) -> tuple[float, ...]:
-        """`[L]` logprobs in nats."""
-        return self._source.token_values(self._index, "generation_logprobs")
-
-    @property
-    def weight_versions(self) -> tuple[int, ...]:
-        """`[L]` versions in asynchronous training, else empty."""
-        if "weight_versions" not in self._source.tokens:
-            return ()
-        versions = self._source.token_values(self._index, "weight_versions")
-        # The environment's turns have the version of the policy's turn before.
-        pairs = zip(versions, self.generated, strict=True) if self.generated else ()
-        last = accumulate(pairs, lambda before, new: new if new[1] else (before[0], False))
-        return tuple(version for version, _ in last) or versions
-
-    @property
-    def generated(self) -> tuple[bool, ...]:
-        """`[L]` mask of the policy's tokens; empty if the policy generated all of them."""
-        if self._turns is None:
-            return ()
-        mask = self._source.token_values(self._index, "token_mask")
-        return () if all(mask) else mask
+    def __getattr__(self, name: str) -> Any:
+        """Reads the tokens, and all values of them, when one is needed first."""
+        if name not in _OF_TOKENS:
+            raise AttributeError(name)
+        local = self._source.read(self._index, self._turns)
+        for each in _OF_TOKENS:
+            object.__setattr__(self, each, getattr(local, each))
+        return getattr(local, name)
 
     def read(self) -> Completion:
         """Returns a local copy."""
-        return Completion(
-            self.token_ids,
-            self.logprobs,
-            self.truncated,
-            self.generated,
-            self.weight_versions,
-            self.num_unread_tokens,
-        )
+        return Completion(*(getattr(self, each.name) for each in fields(Completion)))
 
     def __eq__(self, other: object) -> bool:
         other = other.read() if isinstance(other, RemoteCompletion) else other
@@ -161,8 +154,7 @@ class RemoteCompletion(Completion):
         return hash(self.read())
 
     def __reduce__(self) -> Any:
-        local = self.read()
-        return Completion, tuple(getattr(local, each.name) for each in fields(Completion))
+        return Completion, tuple(getattr(self, each.name) for each in fields(Completion))
 
 
 @dataclass(frozen=True, eq=False)

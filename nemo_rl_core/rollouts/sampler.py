@@ -47,7 +47,7 @@ _ROLLOUTS: Registry[Any] = Registry(
 
 def post_process_rollouts(
     environment: Any, rollouts: Sequence[Rollout]
-) -> tuple[Sequence[Rollout], dict[str, float]]:
+) -> tuple[RemoteRollouts, dict[str, float]]:
     """Lets the environment adapt the rewards of rollouts and compute metrics.
 
     Args:
@@ -190,19 +190,17 @@ class Sampler(AbstractContextManager["Sampler"]):
         """Numbers of restarts of the engine and of the environment's actors."""
         return self.generation.num_restarts, getattr(self._scorer, "num_restarts", 0)
 
-    def score(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+    def score(self, rollouts: Sequence[Rollout]) -> RemoteRollouts:
         """Returns the same rollouts, each with a reward or an error.
 
         If a model scores on a GPU, the engine frees its memory first.
         """
-        has_turns = self.plays_episodes
-        if self.scores_on_a_gpu and not has_turns:
-            self.generation.finish_generation()
-        scored = rollouts
-        if not has_turns:
-            columns = RemoteRollouts.of(rollouts)
-            valid, scorer = columns.valid(), self._scorer
-            scored = columns.with_scored(
+        scored = RemoteRollouts.of(rollouts)
+        if not self.plays_episodes:
+            if self.scores_on_a_gpu:
+                self.generation.finish_generation()
+            valid, scorer = scored.valid(), self._scorer
+            scored = scored.with_scored(
                 valid.with_scores(scorer.score_rollouts(valid))
                 if isinstance(scorer, RolloutScorer)
                 else valid.with_outcomes(scorer.score(valid))
@@ -210,9 +208,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         refuse_too_many_failures(scored, max_failed_fraction=self._max_failed_fraction)
         return scored
 
-    def post_process(
-        self, rollouts: Sequence[Rollout]
-    ) -> tuple[Sequence[Rollout], dict[str, float]]:
+    def post_process(self, rollouts: RemoteRollouts) -> tuple[RemoteRollouts, dict[str, float]]:
         """Calls `post_process_rollouts` with the environment, else with the scorer."""
         environment = self._scorer if self.environment is None else self.environment
         return post_process_rollouts(environment, rollouts)

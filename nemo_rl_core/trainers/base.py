@@ -141,12 +141,13 @@ class BaseTrainer(ABC, Generic[S, C]):
         self._custom = CustomParts.taken_from(settings, overrides, self.settings_class)
         session = session or (self._pretrained.cluster if self._pretrained else None)
         session = session or self._custom.session
-        self._session = (
-            ClusterSession(session) if isinstance(session, RayVirtualCluster) else session
-        )
+        if isinstance(session, RayVirtualCluster):
+            session = ClusterSession(session)
+        if session is not None:
+            self.session = session
         if isinstance(settings, PretrainedPolicy):
             self.model = settings.model
-            cluster = self._session.cluster if self._session else None
+            cluster = session.cluster if session else None
             samples = "generation" in self.settings_class.model_fields
             overrides = settings.options(cluster, of_generate=samples) | overrides
         elif isinstance(settings, PolicyInterface):
@@ -233,12 +234,10 @@ class BaseTrainer(ABC, Generic[S, C]):
         section: C = getattr(self.settings, "loop" if is_plain else self.algorithm)
         return section
 
-    @property
+    @cached_property
     def session(self) -> ClusterSession:
         """The session that the workers run in; started on first access."""
-        if self._session is None:
-            self._session = connect(self.settings.cluster)
-        return self._session
+        return connect(self.settings.cluster)
 
     def fit(
         self,

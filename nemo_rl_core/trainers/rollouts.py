@@ -37,7 +37,6 @@ from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.rollouts.batch import (
     refuse_too_many_failures,
     rollout_batch,
-    valid_rollouts,
     with_logprobs_of,
 )
 from nemo_rl_core.rollouts.prompts import load_sampled_prompts
@@ -167,7 +166,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         size = samples_per_step(self.config).num_prompts_per_step
         return PromptLoader(prompts, batch_size=size, seed=self.settings.seed)
 
-    def _roll_out(self, prompts: list[Prompt], *, first_group: int = 0) -> Sequence[Rollout]:
+    def _roll_out(self, prompts: list[Prompt], *, first_group: int = 0) -> RemoteRollouts:
         """Updates the engine's weights, rolls out every prompt, and scores.
 
         Args:
@@ -198,7 +197,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 rollouts = self._with_policy_logprobs(rollouts)
         with self.timer.phase("reward"):
             scored, metrics = self.sampler.post_process(self.sampler.score(rollouts))
-        self._environment_metrics.append((len(valid_rollouts(scored).episodes()), metrics))
+        self._environment_metrics.append((len(scored.valid().episodes()), metrics))
         return scored
 
     def _with_policy_logprobs(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
@@ -212,12 +211,12 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         self._release_policy()  # a model may score on the same GPU
         return completed
 
-    def _batch(self, rollouts: Sequence[Rollout]) -> BatchedDataDict:
+    def _batch(self, rollouts: RemoteRollouts) -> BatchedDataDict:
         """Returns the scored rollouts as a batch with `group_ids [B]`.
 
         A custom policy gets local tensors here; other policies read remote columns in their ranks.
         """
-        valid = valid_rollouts(rollouts)
+        valid = rollouts.valid()
         batch = rollout_batch(valid)
         # Groups are numbered within the step: a prompt may be sampled twice.
         batch["group_ids"] = torch.from_numpy(valid.group)
@@ -254,7 +253,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         # The next use brings new weights. A custom engine's owner may use it elsewhere, too.
         sampler.generation.finish_generation(discards_weights=self._custom.engine is None)
 
-    def _recorded(self) -> Sequence[Rollout]:
+    def _recorded(self) -> RemoteRollouts:
         assert self._replayed is not None
         rollouts = RemoteRollouts.of(self._replayed.load(self.step))
         self._environment_metrics = [(1, self._replayed.environment_metrics(self.step))]

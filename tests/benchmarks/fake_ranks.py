@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_rl_core.distributed.batched_data_dict import InProcess
 from nemo_rl_core.distributed.named_sharding import NamedSharding
-from nemo_rl_core.distributed.remote_columns import InProcess
 from nemo_rl_core.environments.interfaces import EnvironmentReturn, Scorer
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.functional.advantages import Moments

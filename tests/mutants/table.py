@@ -162,10 +162,10 @@ MUTANTS: list[Mutant] = [
             'token_mask = batch["token_mask"].bool()',
             'token_mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])',
         ),
-        ('rewards - with_advantages["kl_penalties"]', 'rewards + with_advantages["kl_penalties"]'),
-        ('mask * ~batch["truncated"]', "mask"),
+        ('rewards - episodes["kl_penalties"]', 'rewards + episodes["kl_penalties"]'),
+        ('mask * ~episodes["truncated"][index]', "mask"),
         ("rewards + overlong_penalty(", "rewards - overlong_penalty("),
-        ('rewards = group_centered(rewards, batch["group_ids"])', "pass"),
+        ('rewards = group_centered(rewards, episodes["group_ids"])', "pass"),
         (
             "group_normalized(rewards, group_ids, outcomes=outcomes)",
             "group_normalized(rewards, group_ids)",
@@ -208,7 +208,7 @@ MUTANTS: list[Mutant] = [
         ("part.prompt + prompts", "part.prompt"),
         ("part.completion + completions", "part.completion"),
         ("(row + rows, each)", "(row, each)"),
-        ('0 if name == "input_ids" else 1', "0"),
+        ("row[start - 1 : end - 1]", "row[start:end]"),
         ("rewards[rows] = scored.rewards", "rewards[: len(rows)] = scored.rewards"),
     ),
     *_mutants(
@@ -230,10 +230,10 @@ MUTANTS: list[Mutant] = [
         ("flat_tensor(values, kind)[written]", "flat_tensor(values, kind)[: int(mask.sum())]"),
     ),
     *_mutants(
-        f"{_ALGORITHMS}/grpo/dynamic_sampling.py",
+        f"{_ALGORITHMS}/grpo/data.py",
         ["algorithms/grpo/test_dynamic_sampling.py"],
-        ("len(self._groups()) < self._num_prompts", "len(self._groups()) <= self._num_prompts"),
-        ("self._groups()[: self._num_prompts]", "self._groups()"),
+        ("len(self._groups()) < self.num_prompts", "len(self._groups()) <= self.num_prompts"),
+        ("self._groups()[: self.num_prompts]", "self._groups()"),
         ("torch.stack(masks).any(dim=0)", "torch.stack(masks).all(dim=0)"),
     ),
     *_mutants(

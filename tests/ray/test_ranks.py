@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_rl_core.distributed.batched_data_dict import RemoteRows, read_blocks
 from nemo_rl_core.distributed.named_sharding import NamedSharding
+from nemo_rl_core.distributed.packing.row_shards import BlockParts
 from nemo_rl_core.distributed.process_group import join_process_group, rank, world_size
-from nemo_rl_core.distributed.remote_columns import BlockParts, RemoteRows, read_blocks
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup

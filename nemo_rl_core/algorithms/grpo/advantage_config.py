@@ -67,6 +67,9 @@ class GDPO(FrozenConfig):
     weights: list[FiniteFloat] = Field(min_length=1)
 
 
+WhitenedReturns = ReinforcePlusPlus | ReinforcePlusPlusBaseline
+"""Whitened returns of tokens, instead of one number per sequence."""
+
 AdvantageConfig = Annotated[
     GroupNormalized
     | GroupCentered

@@ -10,7 +10,7 @@ from typing import cast
 
 from torch import Tensor
 
-from nemo_rl_core.algorithms.grpo.dynamic_sampling import StepDraws
+from nemo_rl_core.algorithms.grpo.data import StepDraws
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.trainer import RolloutSettings
@@ -19,8 +19,8 @@ from nemo_rl_core.errors import ConfigError, WorkerLostError
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.remote_compute import Computed
-from nemo_rl_core.rollouts.batch import valid_rollouts
 from nemo_rl_core.rollouts.batch_stream import BatchStream
+from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.rollouts.streaming_sampler import StreamingSampler
@@ -100,7 +100,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         sampling = generation.model_copy(update=limits)
         return self.settings.model_copy(update={"generation": sampling})
 
-    def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[Sequence[Rollout], dict[str, float]]:
+    def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[RemoteRollouts, dict[str, float]]:
         """Returns the step's rollouts, most of which were sampled while earlier steps trained.
 
         Environments, rewards and further draws also run during training, except for models that
@@ -135,7 +135,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         self._environment_metrics += sampled.environment_metrics
         return sampled.draws.rollouts(), sampled.draws.metrics()
 
-    def _sample_batches(self, prompts: list[Prompt]) -> tuple[Sequence[Rollout], dict[str, float]]:
+    def _sample_batches(self, prompts: list[Prompt]) -> tuple[RemoteRollouts, dict[str, float]]:
         """Returns the step's rollouts, from an engine that completes one batch at a time.
 
         The engine gets the weights of the step before, and samples the steps that `max_staleness`
@@ -253,7 +253,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
             scored = sampler.score(rollouts)
         with self._stream.environment_alone():
             scored, metrics = sampler.post_process(scored)
-        sampled.environment_metrics.append((len(valid_rollouts(scored).episodes()), metrics))
+        sampled.environment_metrics.append((len(scored.valid().episodes()), metrics))
         sampled.draws.add(scored)
         if not sampled.draws.wants_more:
             return None
@@ -292,7 +292,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
         last = min(self.step + self._max_staleness, self._last_step)
         for step in range(max(self._last_begun + 1, first), last + 1):
             prompts = self._batches.batch(step - 1)
-            self._sampled[step] = _SampledStep(self._new_draws(len(prompts)))
+            draws = StepDraws(self._sampling, self.config.advantage, num_prompts=len(prompts))
+            self._sampled[step] = _SampledStep(draws)
             self._last_begun = step
             yield step, prompts
 

@@ -22,7 +22,7 @@ from nemo_rl_core.algorithms.grpo.advantage_config import (
     AdvantageConfig,
     GroupNormalized,
     ReinforcePlusPlus,
-    ReinforcePlusPlusBaseline,
+    WhitenedReturns,
 )
 from nemo_rl_core.algorithms.grpo.loss_config import (
     ClippedLoss,
@@ -255,7 +255,7 @@ class GRPOConfig(LoopConfig):
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> "GRPOConfig":
-        by_token = isinstance(self.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
+        by_token = isinstance(self.advantage, WhitenedReturns)
         if isinstance(self.loss, GSPOLoss) and by_token and self.has_kl_in_reward:
             raise ValueError(
                 f"loss 'gspo' has one ratio per sequence, but advantage {self.advantage.kind!r} "

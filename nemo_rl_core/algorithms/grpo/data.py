@@ -1,9 +1,11 @@
-"""Groups of scored rollouts as a training batch with advantages."""
+"""Draws of a step, and groups of scored rollouts as a training batch with advantages."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,15 +15,17 @@ from nemo_rl_core.algorithms.grpo.advantage_config import (
     GroupCentered,
     GroupNormalized,
     LeaveOneOut,
-    ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
+    WhitenedReturns,
 )
 from nemo_rl_core.algorithms.grpo.config import (
+    DynamicSampling,
     GRPOConfig,
     OverlongFilter,
     OverlongPenalty,
     credits_turns,
 )
+from nemo_rl_core.config.functions import CustomAdvantage
 from nemo_rl_core.config.kl import KLInReward
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError, RewardError
@@ -30,15 +34,119 @@ from nemo_rl_core.functional.advantages import (
     decoupled_group_normalized,
     group_centered,
     group_normalized,
+    informative_groups,
     leave_one_out,
     reinforce_plus_plus,
+    zero_variance_fraction,
 )
 from nemo_rl_core.functional.custom_advantage import OF_SEQUENCES, OF_TOKENS, AdvantageFunction
 from nemo_rl_core.functional.kl import kl_estimate
 from nemo_rl_core.functional.masked import valid_token_mask, zero_masked
 from nemo_rl_core.functional.rewards import outcome_rewards, overlong_penalty, returns_to_go
-from nemo_rl_core.rollouts.batch import episodes_of, groups_of, rollout_batch
+from nemo_rl_core.rollouts.batch import (
+    episodes_of,
+    failure_metrics,
+    groups_of,
+    reward_metrics,
+    rewards_of,
+    rollout_batch,
+    turn_returns,
+)
+from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.types import Rollout
+
+
+@dataclass
+class StepDraws:
+    """Scored draws of a step, and the groups that are trained on (dynamic sampling).
+
+    Groups whose rewards are all equal are replaced by groups of a further draw. Surplus groups are
+    dropped, so that no completion serves a later step, whose weights are newer. Draws may be made
+    while the step waits for them, or while earlier steps are trained; the step is the same. Source:
+    DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2.
+
+    Attributes:
+        sampling: Config with the limit of draws; None makes a single draw and trains on all of it.
+        advantage: Advantage, which determines the rewards that are compared.
+        num_prompts: Number of groups of the step, `P`.
+
+    Example:
+        With two prompts per step and four completions each, a first draw with the rewards
+        1, 1, 1, 1 and 1, 0, 0, 0 has one informative group; the step needs another draw.
+        If that has two, the step trains on the second group of the first draw and the first of the
+        second.
+    """
+
+    sampling: DynamicSampling | None
+    advantage: AdvantageConfig
+    num_prompts: int = field(kw_only=True)
+    _drawn: list[RemoteRollouts] = field(default_factory=list, init=False)
+    _kept: list[RemoteRollouts] = field(default_factory=list, init=False)
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Adds the next draw of scored rollouts; no other draw has the same groups."""
+        self._drawn.append(RemoteRollouts.of(rollouts))
+        if self.sampling is not None:
+            self._kept.append(self._informative(self._drawn[-1]))
+
+    @property
+    def num_draws(self) -> int:
+        """Number of draws so far."""
+        return len(self._drawn)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether groups are missing and a further draw is allowed."""
+        if self.sampling is None or len(self._drawn) >= self.sampling.max_draws:
+            return False
+        return len(self._groups()) < self.num_prompts
+
+    def rollouts(self) -> RemoteRollouts:
+        """Returns the rollouts that the step trains on, then those that could not be scored.
+
+        If no group is informative, this is the complete first draw.
+        """
+        groups = self._groups()[: self.num_prompts] if self._kept else []
+        if not groups:
+            return self._drawn[0]
+        kept = RemoteRollouts.joined(self._kept)
+        chosen = kept.select(np.flatnonzero(np.isin(kept.group, groups)))
+        drawn = RemoteRollouts.joined(self._drawn)
+        failed = drawn.select(np.flatnonzero(~drawn.is_valid))
+        return RemoteRollouts.joined([chosen, failed])
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics of all rollouts, including dropped ones, and the number of draws."""
+        rollouts = RemoteRollouts.joined(self._drawn)
+        valid = rollouts.valid().episodes()
+        rewards, groups = rewards_of(valid), torch.from_numpy(valid.group)
+        return {
+            **reward_metrics(rewards),
+            "zero_variance_fraction": float(zero_variance_fraction(rewards, groups)),
+            **failure_metrics(rollouts),
+            **({"num_draws": float(self.num_draws)} if self.sampling else {}),
+        }
+
+    def _groups(self) -> list[int]:
+        """Returns the ids of informative groups, in the order of their draws."""
+        return list(dict.fromkeys(group for kept in self._kept for group in kept.group.tolist()))
+
+    def _informative(self, rollouts: RemoteRollouts) -> RemoteRollouts:
+        valid = rollouts.valid()
+        data = grpo_batch(valid)
+        rewards = data["rewards"][:, None]
+        if isinstance(self.advantage, GDPO | CustomAdvantage):
+            # Each reward may be normalized separately: sums may be equal for unequal rewards.
+            rewards = data.get("reward_components", rewards)
+        masks = [informative_groups(part, data["group_ids"]) for part in rewards.unbind(dim=1)]
+        is_informative = torch.stack(masks).any(dim=0)
+        if credits_turns(self.advantage):  # sums may be equal for unequal rewards of turns
+            returns, groups = turn_returns(valid), data["group_ids"]
+            rows, turns = (~returns.isnan()).nonzero(as_tuple=True)
+            ids = groups[rows] * returns.shape[1] + turns
+            chosen = groups[rows[informative_groups(returns[rows, turns], ids)]]
+            is_informative |= torch.isin(groups, chosen)
+        return valid.select(is_informative.nonzero()[:, 0].numpy())
 
 
 def grpo_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
@@ -47,11 +155,6 @@ def grpo_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
     # Groups are formed by index in the step, not by prompt, since a prompt may be sampled twice.
     batch["group_ids"] = groups_of(rollouts)
     return batch
-
-
-def differs_by_token(config: GRPOConfig) -> bool:
-    """Whether advantages are whitened returns of tokens instead of one number per sequence."""
-    return isinstance(config.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
 
 
 def scores_of_step(config: GRPOConfig, *, is_current: bool) -> dict[str, str]:
@@ -67,7 +170,7 @@ def scores_of_step(config: GRPOConfig, *, is_current: bool) -> dict[str, str]:
 
 def figures_of_step(config: GRPOConfig) -> dict[str, Callable[[BatchedDataDict], Any]]:
     """Returns the functions, by name, that each rank applies to its rows to compute advantages."""
-    if differs_by_token(config):
+    if isinstance(config.advantage, WhitenedReturns):
         return {"moments": partial(returns_moments, config=config)}
     return {"kl_penalties": partial(kl_penalties, config=config)} if config.has_kl_in_reward else {}
 
@@ -101,19 +204,19 @@ def add_advantages(
         With remote tokens and credit by turn, `turn_advantages [B, K]` for `spread_over_turns`.
     """
     with_advantages = batch.copy()
-    if differs_by_token(config):
+    if isinstance(config.advantage, WhitenedReturns):
         with_advantages.update(token_advantages(batch, config, returns_moments(batch, config)))
         return with_advantages
     mask = None
     if not batch.is_remote:
-        if config.has_kl_in_reward:
+        if isinstance(config.loss.kl, KLInReward):
             with_advantages["kl_penalties"] = kl_penalties(with_advantages, config)
         mask = valid_token_mask(with_advantages["token_mask"], with_advantages["sample_mask"])
     episodes, index = episodes_of(with_advantages)
     rewards = episodes["outcomes"]
-    if config.has_kl_in_reward:
+    if "kl_penalties" in episodes:
         rewards = rewards - episodes["kl_penalties"]
-    if credits_turns(config.advantage):
+    if "turn_returns" in batch:
         turns = _turn_advantages(with_advantages, config.advantage, rewards[index])
         with_advantages["turn_advantages"] = turns
         if mask is not None:

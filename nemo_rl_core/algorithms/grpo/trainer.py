@@ -1,11 +1,11 @@
 """Group-relative policy optimization (GRPO, arXiv:2402.03300): the training loop."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
+from nemo_rl_core.algorithms.grpo.advantage_config import WhitenedReturns
 from nemo_rl_core.algorithms.grpo.config import (
     GRPOConfig,
     GRPOSettings,
@@ -13,15 +13,14 @@ from nemo_rl_core.algorithms.grpo.config import (
     refuse_turn_credit,
 )
 from nemo_rl_core.algorithms.grpo.data import (
+    StepDraws,
     add_advantages,
-    differs_by_token,
     figures_of_step,
     scores_of_step,
     spread_over_turns,
     whitening,
     with_outcomes,
 )
-from nemo_rl_core.algorithms.grpo.dynamic_sampling import StepDraws
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.algorithms.grpo.loss_config import BuiltinLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
@@ -35,9 +34,9 @@ from nemo_rl_core.rollouts.batch import (
     mean_advantages,
     rollout_metrics,
     turn_returns,
-    valid_rollouts,
 )
 from nemo_rl_core.rollouts.engine import request_seed
+from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.rollouts import (
     RolloutTrainer,
@@ -46,7 +45,7 @@ from nemo_rl_core.trainers.rollouts import (
     with_trained,
     without_comparison,
 )
-from nemo_rl_core.types import Prompt, Rollout
+from nemo_rl_core.types import Prompt
 
 StepResult = tuple[BatchedDataDict, dict[str, float], dict[str, float]]
 """The batch with old logprobs and advantages, the metrics of the gate, and those of the loss."""
@@ -82,6 +81,10 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         super()._set_up(spec, resources)
         builtin = cast("BuiltinLoss", self.config.loss)
         self._loss = self.custom_functions.loss or GRPOLossFn(builtin)
+        self._may_update_once = self.policy.splits_steps and not self.config.has_kl_in_reward
+        self._credits_turns = credits_turns(self.config.advantage)
+        self._sampling = None if self.sampler is None else self.config.dynamic_sampling
+        self._max_new_tokens = self.settings.max_rollout_tokens
         if self.config.dynamic_sampling is not None:
             # A separate order of prompts: extra samples must not shift those of later steps.
             self._more_prompts = PromptLoader(
@@ -102,8 +105,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
 
     def _updates_once(self, batch: BatchedDataDict) -> bool:
         """Whether a single optimizer step computes the old logprobs in its own forward pass."""
-        is_single = num_parts(batch, self.config.train_global_batch_size) == 1
-        return is_single and self.policy.splits_steps and not self.config.has_kl_in_reward
+        size = self.config.train_global_batch_size
+        return self._may_update_once and (size is None or num_parts(batch, size) == 1)
 
     def _update_once(self, data: BatchedDataDict) -> StepResult:
         """Runs one optimizer step, and checks the gate between gradients and update.
@@ -113,7 +116,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         policy, derived = cast("Policy", self.policy), cast("Columns | None", None)
         scores = scores_of_step(self.config, is_current=True)
         figures: dict[str, Any] = {"agreement": partial(agreement, **self._gate)}
-        if differs_by_token(self.config):
+        if isinstance(self.config.advantage, WhitenedReturns):
             with self.timer.phase("logprobs"):
                 scored = policy.compute(data, scores=scores, figures=figures_of_step(self.config))
             data.update(scored.columns)
@@ -144,7 +147,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             computed = self.policy.compute(data, scores=scores, figures=figures)
             data, consistency = self._checked_by_gate(data, computed)
             derived: Columns = spread_over_turns
-            if "advantages" not in data and differs_by_token(self.config):
+            if "advantages" not in data and isinstance(self.config.advantage, WhitenedReturns):
                 derived = whitening(computed.figures["moments"], self.config)
             elif "advantages" not in data:
                 data = add_advantages(data, self.config, self.custom_functions.advantage)
@@ -187,31 +190,27 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         checked["sample_mask"] = checked["sample_mask"] * data["sample_mask"]
         return add_advantages(checked, self.config, self.custom_functions.advantage), metrics
 
-    def _batch(self, rollouts: Sequence[Rollout]) -> BatchedDataDict:
-        batch, limit = super()._batch(rollouts), self.settings.max_rollout_tokens
+    def _batch(self, rollouts: RemoteRollouts) -> BatchedDataDict:
+        batch = super()._batch(rollouts)
         advantage_fn = self.custom_functions.advantage
         if advantage_fn is not None and advantage_fn.reads_tokens:
             batch = batch.fetched()
-        if credits_turns(self.config.advantage):
-            batch["turn_returns"] = turn_returns(valid_rollouts(rollouts))
-        outcomes = with_outcomes(batch, self.config, max_new_tokens=limit)
+        if self._credits_turns:
+            batch["turn_returns"] = turn_returns(rollouts.valid())
+        outcomes = with_outcomes(batch, self.config, max_new_tokens=self._max_new_tokens)
         return BatchedDataDict({**outcomes, "compared_mask": batch["sample_mask"]})
 
-    def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[Sequence[Rollout], dict[str, float]]:
+    def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[RemoteRollouts, dict[str, float]]:
         """Samples the rollouts of the step, as recorded in a replay, and the metrics of all draws.
 
         Rollouts without a score stay in the records of the step.
         """
-        draws = self._new_draws(len(prompts))
+        draws = StepDraws(self._sampling, self.config.advantage, num_prompts=len(prompts))
         draws.add(self._roll_out(prompts))
         while draws.wants_more:
             further_prompts = self._further_prompts(step=self.step, num_draws=draws.num_draws)
             draws.add(self._roll_out(further_prompts, first_group=draws.num_draws * len(prompts)))
         return draws.rollouts(), draws.metrics()
-
-    def _new_draws(self, num_prompts: int) -> StepDraws:
-        sampling = None if self.sampler is None else self.config.dynamic_sampling
-        return StepDraws(sampling, self.config.advantage, num_prompts=num_prompts)
 
     def _further_prompts(self, *, step: int, num_draws: int) -> list[Prompt]:
         assert self.config.dynamic_sampling is not None  # else there is one draw

@@ -1,13 +1,14 @@
 """Generation with transformers' loop, for models without an inference engine."""
 
 import logging
+import math
 from typing import Any
 
 import torch
 
-from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import (
     Completed,
+    Decoding,
     DecodingRequest,
     as_batch,
     padded_on_the_left,
@@ -40,25 +41,23 @@ def complete(
     greedy: bool,
     stop_token_ids: list[int],
     tokenizer: Any,
-    pads: bool,
+    max_batch_tokens: float,
 ) -> BatchedDataDict:
     """Completes prompts with the model's KV cache.
 
-    If the batch may grow beyond `independent_length`, each row is completed separately, so that its
+    If the batch may grow beyond `max_batch_tokens`, each row is completed separately, so that its
     tokens do not depend on other rows.
 
     Args:
-        pads: Whether prompts may be padded to one batch, from `check_padding`.
+        max_batch_tokens: Longest row of a batch, from `longest_batch`.
     """
     if not requests:
         return as_batch([], [])
-    limit = independent_length(model.config)
     # Rows that have ended are padded to the length of the longest row of their batch.
     longest = max(len(each.prompt) for each in requests)
     longest += max(each.max_new_tokens for each in requests)
-    is_batch = pads and (limit is None or longest <= limit)
     completed: list[Completed] = []
-    for batch in [requests] if is_batch else [[request] for request in requests]:
+    for batch in [requests] if longest <= max_batch_tokens else [[request] for request in requests]:
         decoding = Decoding(
             batch, config, greedy=greedy, stop_token_ids=stop_token_ids, tokenizer=tokenizer
         )
@@ -119,8 +118,12 @@ def _generate(model: Any, prompts: list[list[int]], **options: Any) -> Any:
 
 
 @torch.no_grad()
-def check_padding(model: Any) -> bool:
-    """Returns whether rows may be padded, by comparing padded with separate prompts."""
+def longest_batch(model: Any) -> float:
+    """Checks the loop, and returns the longest row up to which rows may be padded to one batch.
+
+    It is 0 if padded prompts get other logprobs than separate ones, else the model's
+    `independent_length`, infinity for no limit.
+    """
     dtype: DType = "float32" if model.dtype == torch.float32 else "bfloat16"
     name = type(model).__name__
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
@@ -152,7 +155,8 @@ def check_padding(model: Any) -> bool:
             name,
             difference,
         )
-    return difference < bound
+        return 0
+    return independent_length(model.config) or math.inf
 
 
 def _probed(model: Any, prompts: list[list[int]]) -> torch.Tensor:

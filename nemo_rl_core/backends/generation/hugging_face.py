@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nemo_rl_core.backends.decoding.requests import read_requests
-from nemo_rl_core.backends.decoding.transformers_loop import check_padding, complete
+from nemo_rl_core.backends.decoding.transformers_loop import complete, longest_batch
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.checkpoints.weights import load_pretrained, require_finite
 from nemo_rl_core.data.pretrained import load_tokenizer
@@ -24,10 +24,10 @@ class HuggingFaceBackend(ReceivesWeights):
 
     def setup(self, setup: GenerationSetup) -> None:
         """Loads the model and its tokenizer, and checks the generation loop."""
-        self._setup = setup
+        self._setup, self._device = setup, local_device()
         self._tokenizer = load_tokenizer(setup.model_folder)
         self.load_weights(setup.model_folder)
-        self._pads = check_padding(self._model)
+        self._max_batch_tokens = longest_batch(self._model)
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Completes each row of `input_ids [B, T]` up to `input_lengths [B]`, under `seeds [B]`."""
@@ -41,7 +41,7 @@ class HuggingFaceBackend(ReceivesWeights):
             greedy=greedy,
             stop_token_ids=list(setup.stop_token_ids),
             tokenizer=self._tokenizer,
-            pads=self._pads,
+            max_batch_tokens=self._max_batch_tokens,
         )
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -85,11 +85,11 @@ class HuggingFaceBackend(ReceivesWeights):
     def _load(self, kind: Any, source: Path | None, **options: Any) -> None:
         dtype = getattr(torch, self._setup.dtype)
         model, _ = load_pretrained(kind, source, dtype=dtype, **options)
-        self._model = model.eval().to(local_device())
+        self._model = model.eval().to(self._device)
 
     def wake(self) -> None:
         """Moves the model back to the GPU."""
-        self._model.to(local_device())
+        self._model.to(self._device)
 
     def sleep(self) -> None:
         """Moves the model to the host."""

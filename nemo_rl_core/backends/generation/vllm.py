@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import torch
 
-from nemo_rl_core.backends.decoding.draws import refuse_stop_strings_without_text
 from nemo_rl_core.backends.decoding.requests import (
     Completed,
     DecodingRequest,
     as_batch,
     read_requests,
+    refuse_stop_strings_without_text,
     samples_of_a_prompt,
 )
 from nemo_rl_core.backends.generation.base import GenerationSetup
@@ -162,7 +162,7 @@ class VllmBackend(ReceivesWeights):
         self.wake()
         requests = read_requests(batch, self._config, max_model_len=self._setup.max_model_len)
         if self._config.skip_tokenizer_init:
-            refuse_stop_strings_without_text(requests, None)
+            refuse_stop_strings_without_text(requests)
         if not requests:
             return as_batch([], [])
         is_greedy = greedy or self._config.temperature == 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -21,6 +21,13 @@ def target_positions(batch: BatchedDataDict) -> torch.Tensor:
     positions = torch.arange(mask.shape[1], device=mask.device)
     has_next: torch.Tensor = positions < batch["input_lengths"][:, None] - 1
     return mask & has_next
+
+
+def valid_tokens(batch: BatchedDataDict) -> torch.Tensor:
+    """Returns a `[B, T]` bool mask of tokens before the padding."""
+    ids, lengths = batch["input_ids"], batch["input_lengths"]
+    valid: torch.Tensor = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    return valid
 
 
 Positions = tuple[torch.Tensor, torch.Tensor]
@@ -50,10 +57,8 @@ class TensorFields:
     ) -> tuple[BatchedDataDict, Self]:
         """Moves the columns of a micro-batch and these tensors to a device, in one copy."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
-        moved_batch, moved_tensors = batch.moved_with(list(tensors.values()), device)
-        changes: dict[str, Any] = dict(zip(tensors, moved_tensors, strict=True))
-        return moved_batch, replace(self, **changes)
+        moved_batch, moved_values = batch.moved_with(values, device)
+        return moved_batch, replace(self, **moved_values)
 
 
 def loss_inputs(

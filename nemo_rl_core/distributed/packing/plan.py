@@ -7,7 +7,7 @@ needs lengths; the worker lays out the tokens (`pack`).
 """
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -232,6 +232,30 @@ class _Rows:
         for row, index in assigned:
             self.rows[row].append(index)
         return True
+
+
+_REFUSED = 2**62
+
+
+def agreed_plan(
+    plan: Callable[[], list[Microbatch]], largest: Callable[[int], int]
+) -> tuple[list[Microbatch], int]:
+    """Returns this rank's micro-batches and the largest number of them on any data rank.
+
+    Raises `DataError` on all ranks if the rows of one do not fit, since the others would wait.
+    """
+    try:
+        microbatches = plan()
+    except DataError:
+        largest(_REFUSED)
+        raise
+    most = largest(len(microbatches))
+    if most == _REFUSED:
+        raise DataError(
+            "the rows of another data rank do not fit into its micro-batches",
+            fix="see that rank's message",
+        )
+    return microbatches, most
 
 
 @dataclass(frozen=True)

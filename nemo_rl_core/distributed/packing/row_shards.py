@@ -3,13 +3,12 @@
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import numpy as np
 
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, Block, as_block
 from nemo_rl_core.distributed.packing.ranks import sequence_flops
-from nemo_rl_core.distributed.remote_columns import Block, BlockParts, as_block
 
 _NUM_BALANCED = 8
 """Number of items per share, the cheapest, that `assign` gives to the cheapest share one by one.
@@ -70,6 +69,36 @@ def assign_nearby(
 
 
 @dataclass(frozen=True, eq=False)
+class BlockParts(Sequence[Block]):
+    """Consecutive parts of a block, one per worker, which neighboring workers share.
+
+    Example:
+        >>> parts = BlockParts({"x": np.array([4, 5, 6])}, np.array([1, 3]))
+        >>> [part["x"].tolist() for part in parts]
+        [[4], [5, 6]]
+    """
+
+    block: Block
+    ends: np.ndarray[Any, np.dtype[np.int64]]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Block]: ...
+    def __getitem__(self, index: int | slice) -> Block | list[Block]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"part {index} of {len(self)}")
+        start = int(self.ends[index - 1]) if index else 0
+        end = int(self.ends[index])
+        return {name: column[start:end] for name, column in self.block.items()}
+
+
+@dataclass(frozen=True, eq=False)
 class ShardedRows:
     """Rows of a batch, sharded over ranks.
 
@@ -96,9 +125,6 @@ def shard_rows(batch: BatchedDataDict, *, num_ranks: int, keep_groups: bool = Fa
     Returns:
         The rows of each rank, in the order of the batch. Neighboring ranks read one block.
     """
-    if num_ranks == 1:
-        size = np.array([batch.size])
-        return ShardedRows([BlockParts(as_block(batch.data), size)], np.arange(batch.size), size)
     owners = _owners(batch, num_ranks, keep_groups).astype(np.min_scalar_type(num_ranks))
     order = np.argsort(owners, kind="stable")  # 16-bit integers use a radix sort
     sizes = np.bincount(owners, minlength=num_ranks)

@@ -15,15 +15,13 @@ import torch
 from nemo_rl_core.data.pretrained import decoded, load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import (
     BatchedDataDict,
-    collate,
-    collate_completions,
-    flat_tensor,
-)
-from nemo_rl_core.distributed.remote_columns import (
     Block,
     InProcess,
     RemoteRows,
     as_block,
+    collate,
+    collate_completions,
+    flat_tensor,
     from_block,
 )
 from nemo_rl_core.models.columns import joined_outputs
@@ -220,24 +218,11 @@ def complete(
     """
     if sleep is not None:
         backend.wake()
-    batch, earlier = full_requests(requests.batch())
-    output = _generated(partial(backend.generate, greedy=greedy), batch, requests)
+    generate = partial(backend.generate, greedy=greedy)
+    completed = _completed(generate, requests, _tokenizer(model_folder), weight_version)
     if sleep is not None:
         backend.sleep(**sleep)
-    return _completed(output, earlier, _tokenizer(model_folder), weight_version)
-
-
-def _generated(
-    generate: Callable[[BatchedDataDict], Any], batch: BatchedDataDict, requests: Requests
-) -> Mapping[str, Any]:
-    if not (requests.separately and batch.size):
-        output: Mapping[str, Any] = generate(batch)
-        return output
-    lengths = batch["input_lengths"]
-    rows = [batch.select_indices([row]) for row in range(batch.size)]
-    for row, length in zip(rows, lengths.tolist(), strict=True):
-        row["input_ids"] = row["input_ids"][:, :length]
-    return joined_outputs([generate(row) for row in rows])
+    return completed
 
 
 class InProcessEngine:
@@ -266,21 +251,34 @@ class InProcessEngine:
         """Completes requests, as in `Generation.complete`."""
         if releases_memory:
             self.prepare_for_generation()
-        batch, earlier = full_requests(requests.batch())
-        output = _generated(lambda rows: self._generation.generate(rows, greedy), batch, requests)
+        lengths, tokens, texts = _completed(
+            lambda batch: self._generation.generate(batch, greedy),
+            requests,
+            self._tokenizer,
+            weight_version,
+        )
         if releases_memory:
             self.finish_generation(discards_weights=discards_weights)
-        lengths, tokens, texts = _completed(output, earlier, self._tokenizer, weight_version)
         return joined([(lengths, InProcess(tokens), InProcess(texts))])
 
 
 def _completed(
-    output: Mapping[str, Any],
-    earlier: Mapping[str, torch.Tensor],
+    generate: Callable[[BatchedDataDict], BatchedDataDict],
+    requests: Requests,
     tokenizer: Any,
     weight_version: int | None,
 ) -> tuple[dict[str, Any], Block, Block]:
-    """Converts the output of an engine, and the columns of the tokens before, to blocks."""
+    """Completes requests; returns the lengths, the block of tokens and the block of texts."""
+    batch, earlier = requests.batch(), dict[str, torch.Tensor]()
+    if "before" in batch:
+        batch, earlier = full_requests(batch)
+    if requests.separately and batch.size:
+        singles = [batch.select_indices([row]) for row in range(batch.size)]
+        for single in singles:
+            single["input_ids"] = single["input_ids"][:, : int(single["input_lengths"])]
+        output = joined_outputs([generate(single) for single in singles])
+    else:
+        output = generate(batch)
     ends, lengths = output["unpadded_sequence_lengths"], output["generation_lengths"]
     starts = ends - lengths
     position = torch.arange(output["output_ids"].shape[1])
@@ -305,7 +303,9 @@ def _completed(
         "has_logprobs": np.full(len(ids), "logprobs" in output),
     }
     texts = _texts((row[start:end] for row, start, end in rows), tokenizer)
-    return columns, as_block(_with_earlier(earlier, range(len(ids)), tokens)), texts
+    if earlier:
+        tokens = _with_earlier(earlier, range(len(ids)), tokens)
+    return columns, as_block(tokens), texts
 
 
 def _texts(completions: Iterable[Sequence[int]], tokenizer: Any) -> Block:

@@ -11,8 +11,7 @@ import torch
 from nemo_rl_core.backends.generation.base import GenerationSetup, WeightsProof
 from nemo_rl_core.config.generation import SamplingConfig, VllmGenerationConfig
 from nemo_rl_core.config.trainer import GateConfig
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.remote_columns import RemoteRow, RemoteRows
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, RemoteRow, RemoteRows
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError, WorkerLostError

@@ -155,7 +155,7 @@ class Policy(PolicyInterface):
             common_kwargs={"loss_fn": loss_fn},
         )
         self._times.step_ended()
-        self._count("training", data)
+        usage.count("training", self._shape, data["input_lengths"].numpy())
         metrics: dict[str, Any] = answers[0]
         return metrics
 
@@ -193,10 +193,10 @@ class Policy(PolicyInterface):
             },
             num_remote=1,
         )
-        for _ in scores or {}:
-            self._count("scoring", data)
-        if loss_fn is not None:
-            self._count("training", data)
+        phases: list[Phase] = ["scoring"] * len(scores or {})
+        phases += ["training"] * (loss_fn is not None)
+        for phase in phases:
+            usage.count(phase, self._shape, data["input_lengths"].numpy())
         first: remote_compute.RankAnswer = answers[0][0]
         blocks = [block for _, block in answers]
         return Computed(
@@ -218,7 +218,7 @@ class Policy(PolicyInterface):
     ) -> BatchedDataDict:
         """Returns columns that a method of the backend computes; remote if the batch is."""
         data = data if data.is_remote else training_columns(data)
-        self._count("scoring", data)
+        usage.count("scoring", self._shape, data["input_lengths"].numpy())
         shards = self._shards(data)
         answers = self.workers.run_all_workers_on_parts(
             remote_compute.compute,
@@ -231,16 +231,13 @@ class Policy(PolicyInterface):
             [block for _, block in answers], shards, names, is_remote=data.is_remote
         )
 
-    def _count(self, phase: Phase, data: BatchedDataDict) -> None:
-        usage.count(phase, self._shape, data["input_lengths"].numpy())
-
     def _shards(self, data: BatchedDataDict) -> ShardedRows:
         """Divides the rows: remote ones by their lengths, local ones with a full plan."""
+        if self._num_copies == 1:  # the rank plans its own micro-batches
+            return ShardedRows([[data]], np.arange(data.size), np.array([data.size]))
         if data.is_remote:
             keeps_groups = self._sharing is not None and self._shares_rows  # they share prefixes
             return shard_rows(data, num_ranks=self._num_copies, keep_groups=keeps_groups)
-        if self._num_copies == 1:  # the rank plans its own micro-batches
-            return ShardedRows([[data]], np.arange(data.size), np.array([data.size]))
         shards = shard_for_training(
             data,
             num_ranks=self._num_copies,

@@ -9,9 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import (
+    BatchedDataDict,
+    Block,
+    RemoteRows,
+    as_block,
+    from_block,
+)
 from nemo_rl_core.distributed.packing.row_shards import ShardedRows
-from nemo_rl_core.distributed.remote_columns import Block, RemoteRows, as_block, from_block
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.columns import training_columns
 

@@ -12,8 +12,7 @@ import torch
 
 from nemo_rl_core.backends.training.base import allowed_sharing
 from nemo_rl_core.backends.training.context_parallel import packed_causal_mask
-from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches
-from nemo_rl_core.backends.training.dtensor.packed_tokens import packed_tokens
+from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches, packed_tokens
 from nemo_rl_core.backends.training.padded import next_tokens, target_positions
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from tests.benchmarks.comparison.inputs import ADAMW, LEARNING_RATE, NUM_THREADS

@@ -12,7 +12,7 @@ import pytest
 from nemo_rl_core.agents.server import AgentServer
 from nemo_rl_core.agents.session import Session
 from nemo_rl_core.data.renderer import Renderer
-from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRow
+from nemo_rl_core.distributed.batched_data_dict import InProcess, RemoteRow
 from nemo_rl_core.rollouts.engine import (
     CompletionRequest,
     CompletionResult,

@@ -15,9 +15,13 @@ from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.algorithms.ppo.loss import PPOLossFn, ValueLossFn
 from nemo_rl_core.backends.training.base import _TRAINING_BACKENDS, TrainingSetup
 from nemo_rl_core.config.optimizer import OptimizerConfig
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import (
+    BatchedDataDict,
+    InProcess,
+    RemoteRows,
+    as_block,
+)
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
-from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows, as_block
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.rollouts.batch import mean_advantages
 from nemo_rl_core.telemetry.timer import Timer

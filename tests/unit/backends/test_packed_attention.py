@@ -24,8 +24,8 @@ from nemo_rl_core.backends.training import packed_attention as kernels
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention, packed_attention
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
+from nemo_rl_core.backends.training.dtensor.microbatches import packed_tokens
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel
-from nemo_rl_core.backends.training.dtensor.packed_tokens import packed_tokens
 from nemo_rl_core.backends.training.dtensor.parallelize import parallelize
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import DTensorTraining

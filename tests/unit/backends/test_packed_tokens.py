@@ -5,8 +5,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nemo_rl_core.backends.training.dtensor import packed_tokens as module
-from nemo_rl_core.backends.training.dtensor.packed_tokens import packed_tokens
+from nemo_rl_core.backends.training.dtensor import microbatches as module
+from nemo_rl_core.backends.training.dtensor.microbatches import packed_tokens
 from nemo_rl_core.backends.training.padded import target_positions
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.packing.plan import Microbatch

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.remote_columns import (
+from nemo_rl_core.distributed.batched_data_dict import (
+    BatchedDataDict,
     InProcess,
     RemoteRows,
     as_block,

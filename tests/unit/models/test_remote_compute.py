@@ -10,8 +10,12 @@ import torch
 
 from nemo_rl_core.backends.training.base import _TRAINING_BACKENDS, TrainingSetup
 from nemo_rl_core.config.optimizer import OptimizerConfig
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows, as_block
+from nemo_rl_core.distributed.batched_data_dict import (
+    BatchedDataDict,
+    InProcess,
+    RemoteRows,
+    as_block,
+)
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.trainers.rollouts import train_in_parts
 from tests.local_workers import LocalSession

@@ -17,9 +17,8 @@ from nemo_rl_core.algorithms.grpo.data import grpo_batch
 from nemo_rl_core.backends.generation.vllm_streaming import FinishedRequest, StreamingVllmBackend
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.data.pretrained import decoded, load_tokenizer
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, InProcess, RemoteRows
 from nemo_rl_core.distributed.named_sharding import DATA, TENSOR, NamedSharding
-from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import RewardError, WorkerLostError
 from nemo_rl_core.models.generation.streaming import (

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows
+from nemo_rl_core.distributed.batched_data_dict import InProcess, RemoteRows
 from nemo_rl_core.environments.interfaces import reads_only_rewards
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.models.generation.remote_completions import RemoteCompletions
 from nemo_rl_core.rollouts.batch import (
-    failed_rollouts,
     failure_metrics,
     groups_of,
     mean_advantages,
@@ -21,7 +20,6 @@ from nemo_rl_core.rollouts.batch import (
     rewards_of,
     rollout_batch,
     rollout_metrics,
-    selected,
     valid_rollouts,
 )
 from nemo_rl_core.rollouts.records import load_rollouts, save_rollouts
@@ -110,10 +108,11 @@ def test_no_token_is_fetched_for_training_or_further_draws(monkeypatch: pytest.M
     again = RemoteRollouts.joined([scored, remote_rollouts().with_outcomes([0.0, 0.0, 0.0])])
     assert isinstance(again, RemoteRollouts)
     assert again.is_valid.tolist() == [True, False, True, True, True, True]
-    chosen = selected(valid_rollouts(again), groups_of(valid_rollouts(again)) == 5)
+    valid = valid_rollouts(again)
+    chosen = valid.select(np.flatnonzero(groups_of(valid) == 5))
     assert rewards_of(chosen).tolist() == [0.5, 0.0]
     assert failure_metrics(again)["num_failed_rollouts"] == 1
-    assert len(failed_rollouts(again)) == 1
+    assert np.flatnonzero(~again.is_valid).tolist() == [1]
     assert rollout_batch(chosen)["input_lengths"].tolist() == [4, 4]
     assert again.num_tokens == 22
 
@@ -171,7 +170,7 @@ def test_rollouts_with_and_without_rewards_are_joined() -> None:
 
 def test_a_failed_rollout_of_a_list_keeps_its_messages() -> None:
     failed = replace(HERE[0].failed("no reply"), messages=({"role": "user", "content": "1+"},))
-    assert failed_rollouts([failed]) == [failed]
+    assert RemoteRollouts.of([failed]) == [failed]
 
 
 def test_joined_errors_stay_with_their_rollouts() -> None:

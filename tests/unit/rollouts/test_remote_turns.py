@@ -5,20 +5,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRow, RemoteRows
+from nemo_rl_core.distributed.batched_data_dict import (
+    BatchedDataDict,
+    InProcess,
+    RemoteRow,
+    RemoteRows,
+)
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.models.generation import remote_completions
 from nemo_rl_core.rollouts.batch import (
     failure_metrics,
     rollout_batch,
     rollout_metrics,
-    selected,
     valid_rollouts,
 )
 from nemo_rl_core.rollouts.engine import RemoteTokens, RolloutIndex
@@ -140,9 +144,9 @@ def test_remote_conversations_equal_local_ones(
     valid = valid_rollouts(here)
     if valid:
         assert_same_batch(valid_rollouts(remote), valid)
-        every_other = torch.arange(len(valid)) % 2 == 0
-        parts = [selected(valid_rollouts(remote), mask) for mask in (every_other, ~every_other)]
-        expected = [selected(valid, mask) for mask in (every_other, ~every_other)]
+        rows = np.arange(0, len(valid), 2), np.arange(1, len(valid), 2)
+        parts = [valid_rollouts(remote).select(each) for each in rows]
+        expected = [valid.select(each) for each in rows]
         assert_same_batch(RemoteRollouts.joined(parts), RemoteRollouts.joined(expected))
 
 

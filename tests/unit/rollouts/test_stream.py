@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from nemo_rl_core.backends.generation.vllm_streaming import FinishedRequest
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRow, RemoteRows
+from nemo_rl_core.distributed.batched_data_dict import (
+    BatchedDataDict,
+    InProcess,
+    RemoteRow,
+    RemoteRows,
+)
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import RewardError, WorkerError, WorkerLostError
 from nemo_rl_core.models.generation import remote_completions

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_core.backends.experimental.flash_attention import Heads, choose_version
-from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
+from nemo_rl_core.backends.training.dtensor.microbatches import PackedTokens
 from nemo_rl_core.backends.training.packed_attention import (
     KERNELS,
     KernelName,

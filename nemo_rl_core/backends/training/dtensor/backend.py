@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nemo_rl_core.backends.decoding.requests import read_requests, row_seeds
-from nemo_rl_core.backends.decoding.transformers_loop import check_padding, complete
+from nemo_rl_core.backends.decoding.transformers_loop import complete, longest_batch
 from nemo_rl_core.backends.experimental.flash_attention import attention_choices
 from nemo_rl_core.backends.training.base import (
     TrainingSetup,
@@ -23,10 +23,13 @@ from nemo_rl_core.backends.training.dtensor.float8 import (
     unwrapped,
 )
 from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
-from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches, MicrobatchPart
+from nemo_rl_core.backends.training.dtensor.microbatches import (
+    Microbatches,
+    MicrobatchPart,
+    PackedTokens,
+)
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel, ScoreModel
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel
-from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
 from nemo_rl_core.backends.training.dtensor.parallelize import (
     drop_gradients,
     drop_unused_gradients,
@@ -78,9 +81,10 @@ class DTensorBackend(SendsWeights):
         self._finish_pending_save()
         freeze_libraries()
         torch.manual_seed(setup.seed)
+        self._device = local_device()
         assert isinstance(setup.training, DTensorTraining)
         self._is_deterministic = compute_deterministically(
-            setup.training.deterministic, device=local_device()
+            setup.training.deterministic, device=self._device
         )
         torch.set_float32_matmul_precision(setup.training.float32_matmul_precision)
         self._setup, self._training = setup, setup.training
@@ -91,7 +95,7 @@ class DTensorBackend(SendsWeights):
         self._policy, self._adapters = self._builder.policy()
         self._reference: LogprobModel | None = None
         self._vocabulary_size = 0  # shared with the reference; set by its first use
-        self._pads: bool | None = None  # whether prompts may be padded; set by the first `generate`
+        self._max_batch_tokens: float | None = None  # of the loop; set by the first `generate`
         self._microbatches = Microbatches(setup.max_tokens_per_microbatch, self._mesh)
         adapters = self._adapters.trained if self._adapters else None
         trained = adapters or dict(self._policy.model.named_parameters())
@@ -165,8 +169,8 @@ class DTensorBackend(SendsWeights):
         requests = read_requests(seeded, config, max_model_len=longest)
         tokenizer = load_tokenizer(folder)
         stops = {*model_stop_token_ids(folder, tokenizer), *stop_token_ids}
-        if self._pads is None:
-            self._pads = check_padding(model)
+        if self._max_batch_tokens is None:
+            self._max_batch_tokens = longest_batch(model)
         return complete(
             model,
             requests,
@@ -174,7 +178,7 @@ class DTensorBackend(SendsWeights):
             greedy=greedy,
             stop_token_ids=sorted(stops),
             tokenizer=tokenizer,
-            pads=self._pads,
+            max_batch_tokens=self._max_batch_tokens,
         )
 
     def _with_lm_head(self) -> LogprobModel:
@@ -209,9 +213,11 @@ class DTensorBackend(SendsWeights):
             is_scalar = self._setup.head == "scalar"
             all_outputs = torch.zeros(batch["input_ids"].shape if is_scalar else mask.shape)
         self._optimizer.zero_grad(set_to_none=True)  # left by an interrupted step
-        drop_gradients(self._policy.model)
+        if self._mesh is not None:
+            drop_gradients(self._policy.model)
         for part in self._parts(self._policy, batch):
-            sync_gradients(self._policy.model, self._training, is_last=part.is_last)
+            if self._mesh is not None:
+                sync_gradients(self._policy.model, self._training, is_last=part.is_last)
             outputs, part_of_loss = self._policy.loss_inputs(part.batch, part.packed)
             if part.is_filler:
                 torch.autograd.backward(outputs.sum() * 0)
@@ -232,7 +238,8 @@ class DTensorBackend(SendsWeights):
                 all_outputs[part.plan.indices, : outputs.shape[1]] = outputs.detach().cpu()
             for name, value in metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
-        drop_unused_gradients(self._policy.model)
+        if self._mesh is not None:
+            drop_unused_gradients(self._policy.model)
         summed = numbers_of(totals)
         return {
             **(summed if self._mesh is None else self._mesh.sum_metrics(summed)),
@@ -317,7 +324,8 @@ class DTensorBackend(SendsWeights):
             if not part.is_filler:
                 for target, values in zip(into, to_host(computed), strict=True):
                     target[part.plan.indices, : values.shape[1]] = values
-        release(model.model)
+        if self._mesh is not None:
+            release(model.model)
 
     @contextmanager
     def _reference_model(self) -> Iterator[LogprobModel]:
@@ -340,7 +348,7 @@ class DTensorBackend(SendsWeights):
         return self._microbatches.split(
             batch,
             share_rows=model.shares_rows,
-            device=local_device(),
+            device=self._device,
             sharing=model.sharing,
             independent_length=model.independent_length,
             packed=model.packed,
@@ -378,7 +386,8 @@ class DTensorBackend(SendsWeights):
         for name, tensor in model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield name, full_tensor(tensor, None if keeps_float32(model, name) else dtype)
+                is_exact = dtype is None or keeps_float32(model, name)
+                yield name, full_tensor(tensor, None if is_exact else dtype)
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes `model/` (transformers layout) and `trainer/` (optimizer, random state)."""

@@ -1,4 +1,7 @@
-"""Plans of a rank's micro-batches, and packing of their tokens."""
+"""Micro-batches of a rank: their plans, and their packed tokens.
+
+They are created on the host and moved to the device with their columns.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -6,17 +9,106 @@ from functools import partial
 from hashlib import blake2b
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from nemo_rl_core.backends.training.agreed_plan import agreed_plan
+from nemo_rl_core.backends.training.context_parallel import rank_part
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
-from nemo_rl_core.backends.training.dtensor.packed import valid_tokens
-from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens, packed_tokens
-from nemo_rl_core.backends.training.padded import cropped
+from nemo_rl_core.backends.training.packed_attention import segments_of
+from nemo_rl_core.backends.training.padded import (
+    Positions,
+    TensorFields,
+    cropped,
+    positions_of,
+    valid_tokens,
+)
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.plan import Microbatch
+from nemo_rl_core.distributed.packing.plan import (
+    Microbatch,
+    PackedRows,
+    agreed_plan,
+    pack,
+    plan_microbatches,
+)
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.packing.ranks import plan_shard
 from nemo_rl_core.errors import DataError
+
+
+@dataclass(frozen=True)
+class PackedTokens(TensorFields):
+    """Packed rows, and the N selected tokens of the padded view, whose outputs are read.
+
+    Tensors whose sizes depend on values (selected tokens, sequence boundaries) are computed on the
+    host, since the host would otherwise have to wait for the GPU.
+
+    Attributes:
+        input_ids: `[R, L]` token ids of `PackedRows`.
+        last: `[R, L]` last column that attends to each token, of `PackedRows`.
+        selected: Positions of the N selected tokens in the padded view.
+        row: `[n]` packed row of the selected tokens that this rank has.
+        column: `[n]` packed column of these tokens, counted from this rank's first column.
+        local: `[n]` indices of these tokens among the N; None if this rank has all of them.
+        boundaries: `[S + 1]` int32 sequence boundaries, for kernels that need them; else None.
+        longest: Tokens of the longest sequence; 0 without boundaries.
+        is_tree: Whether sequences share prefixes.
+        sequence_ids: `[R, L]` sequence of each token, B for filler; None if nothing reads it.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    last: Tensor
+    selected: Positions
+    row: Tensor
+    column: Tensor
+    local: Tensor | None = None
+    boundaries: Tensor | None = None
+    longest: int = 0
+    is_tree: bool = False
+    sequence_ids: Tensor | None = None
+
+
+def packed_tokens(
+    batch: BatchedDataDict,
+    microbatch: Microbatch,
+    selected: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    with_boundaries: bool = False,
+    with_sequence_ids: bool = False,
+) -> PackedTokens:
+    """Packs the sequences of a micro-batch; `group` are the ranks that split each row, if any."""
+    rows = pack(batch["input_ids"], batch["input_lengths"], microbatch)
+    positions = positions_of(selected)
+    row, column = rows.row[positions], rows.column[positions]
+    local = None
+    if group is not None:
+        columns = rank_part(torch.arange(microbatch.row_length), group, dim=0)
+        first, last = int(columns[0]), int(columns[-1])
+        (local,) = ((column >= first) & (column <= last)).nonzero(as_tuple=True)
+        row, column = row[local], column[local] - first
+    segments = segments_of(rows.position_ids) if with_boundaries else None
+    return PackedTokens(
+        rows.input_ids,
+        rows.position_ids,
+        rows.last,
+        positions,
+        row=row,
+        column=column,
+        local=local,
+        boundaries=segments.boundaries if segments else None,
+        longest=segments.longest if segments else 0,
+        is_tree=bool(microbatch.shared),
+        sequence_ids=_sequence_ids(batch, rows) if with_sequence_ids else None,
+    )
+
+
+def _sequence_ids(batch: BatchedDataDict, rows: PackedRows) -> Tensor:
+    lengths, ids = batch["input_lengths"], torch.full_like(rows.input_ids, batch.size)
+    sequence, position = positions_of(torch.arange(rows.row.shape[1]) < lengths[:, None])
+    ids[rows.row[sequence, position], rows.column[sequence, position]] = sequence
+    return ids
+
 
 Packs = Callable[[BatchedDataDict, Microbatch], PackedTokens]
 """Function that packs the tokens of a micro-batch."""
@@ -68,7 +160,8 @@ class Microbatches:
         """
 
         rank_plan = partial(self._plan_of_rank, batch, share_rows, sharing, independent_length)
-        plan, most = agreed_plan(rank_plan, self._largest)
+        largest = int if self._mesh is None else self._mesh.data_max
+        plan, most = agreed_plan(rank_plan, largest)
         for index in range(most):
             is_filler = index >= len(plan)
             microbatch = _FILLER if is_filler else plan[index]
@@ -127,9 +220,6 @@ class Microbatches:
             for part in self._plan(batch.select_indices(rows), share_rows, None)
         ]
 
-    def _largest(self, count: int) -> int:
-        return count if self._mesh is None else self._mesh.data_max(count)
-
     def _plan(
         self, batch: BatchedDataDict, share_rows: bool, sharing: PrefixSharing | None
     ) -> list[Microbatch]:
@@ -139,9 +229,15 @@ class Microbatches:
         key = tokens, pairs, share_rows, sharing
         if key not in self._plans:
             # A step plans three times for the same rows: old logprobs, reference, training.
-            plan = plan_shard(
-                batch, max_tokens=self._max_tokens, share_rows=share_rows, sharing=sharing
-            )
+            if sharing is not None and share_rows:
+                plan = plan_shard(batch, max_tokens=self._max_tokens, sharing=sharing)
+            else:
+                plan = plan_microbatches(
+                    batch["input_lengths"].tolist(),
+                    max_tokens=self._max_tokens,
+                    bundles=pairs,
+                    share_rows=share_rows,
+                )
             self._plans = {key: plan}
         return self._plans[key]
 

@@ -13,14 +13,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from nemo_rl_core.backends.training.dtensor.packed import PackedModel, valid_tokens
-from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
+from nemo_rl_core.backends.training.dtensor.microbatches import PackedTokens
+from nemo_rl_core.backends.training.dtensor.packed import PackedModel
 from nemo_rl_core.backends.training.dtensor.parallelize import release, run_within
 from nemo_rl_core.backends.training.padded import (
     loss_inputs,
     next_tokens,
     scatter,
     target_positions,
+    valid_tokens,
 )
 from nemo_rl_core.backends.training.rounding import exact_bound, rounding_bound, size_of
 from nemo_rl_core.backends.training.vocab_parallel import (

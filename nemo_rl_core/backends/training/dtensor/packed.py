@@ -14,9 +14,10 @@ from nemo_rl_core.backends.training.context_parallel import packed_causal_mask, 
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.context_parallel import full_rows_on_each_rank
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
-from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens, packed_tokens
+from nemo_rl_core.backends.training.dtensor.microbatches import PackedTokens, packed_tokens
 from nemo_rl_core.backends.training.dtensor.parallelize import gathered_in_float32, run_within
 from nemo_rl_core.backends.training.dtensor.router_loss import load_balancing_losses
+from nemo_rl_core.backends.training.padded import valid_tokens
 from nemo_rl_core.backends.training.rounding import rounding_bound, size_of
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import shares_rows
@@ -170,8 +171,9 @@ class PackedModel(ABC):
         """
 
         def read() -> tuple[torch.Tensor, ...]:
-            num_selected, local = len(packed.selected_row), packed.local
-            indices = torch.arange(num_selected, device=packed.selected_row.device)
+            selected_row, local = packed.selected[0], packed.local
+            num_selected = len(selected_row)
+            indices = torch.arange(num_selected, device=selected_row.device)
             if images := batch.get_multimodal_dict():
                 return head(self._hidden_with_images(batch, images)[packed.selected], indices)
             hidden = self._hidden_of_text(packed)
@@ -180,7 +182,8 @@ class PackedModel(ABC):
             assert self._mesh is not None
             return spread_parts(head(hidden, local), local, num_selected, self._mesh.context_group)
 
-        values: tuple[torch.Tensor, ...] = run_within(self.model, read)
+        values: tuple[torch.Tensor, ...]
+        values = read() if self._mesh is None else run_within(self.model, read)
         return values
 
     def _hidden_of_text(self, packed: PackedTokens) -> torch.Tensor:
@@ -329,10 +332,3 @@ class PackedModel(ABC):
                 got=f"{size:.3g}",
                 fix=fix,
             )
-
-
-def valid_tokens(batch: BatchedDataDict) -> torch.Tensor:
-    """Returns a `[B, T]` bool mask of tokens before the padding."""
-    ids, lengths = batch["input_ids"], batch["input_lengths"]
-    valid: torch.Tensor = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-    return valid

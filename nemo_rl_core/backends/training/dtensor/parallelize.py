@@ -180,8 +180,6 @@ def sync_gradients(model: Any, training: DTensorTraining, *, is_last: bool) -> N
     HSDP replicas accumulate their shards, which need no more memory than the final gradients.
     Gathered weights, the full model in 16 bits, are not kept between micro-batches.
     """
-    if not isinstance(model, FSDPModule):
-        return
     model.set_requires_gradient_sync(is_last or training.gradient_sync != "last_microbatch")
     if training.num_copies > 1 and training.reduce_dtype == "float32":
         model.set_requires_all_reduce(is_last)
@@ -201,8 +199,6 @@ def drop_gradients(model: Any) -> None:
 def drop_unused_gradients(model: Any) -> None:
     """Drops gradients of weights that no rank has used, so that AdamW does not decay them."""
     parameters = [parameter for group in _groups(model) for parameter in group.fsdp_params]
-    if not parameters:
-        return
     used = torch.tensor([each.is_used for each in parameters], device=local_device()).int()
     dist.all_reduce(used, dist.ReduceOp.MAX)
     for parameter, is_used in zip(parameters, used.tolist(), strict=True):

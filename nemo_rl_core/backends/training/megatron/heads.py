@@ -90,7 +90,7 @@ def _read(
     head: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
 ) -> tuple[torch.Tensor, ...]:
     """Applies a head to `[M, D]` hidden states; returns `[N, ...]` outputs on all context ranks."""
-    num_selected, local = len(rows.selected_row), rows.local
+    num_selected, local = len(rows.selected[0]), rows.local
     if local is None:
         return head(hidden[rows.hidden_index], torch.arange(num_selected, device=hidden.device))
     group = parallel_state.get_context_parallel_group()

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from nemo_rl_core.backends.training.agreed_plan import agreed_plan
 from nemo_rl_core.backends.training.megatron.rows import MegatronRows, megatron_rows
 from nemo_rl_core.backends.training.padded import cropped, target_positions
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.plan import Microbatch, pack
+from nemo_rl_core.distributed.packing.plan import Microbatch, agreed_plan, pack
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.packing.ranks import plan_shard
 

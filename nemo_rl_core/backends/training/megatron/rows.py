@@ -32,8 +32,7 @@ class MegatronRows(TensorFields):
         position_ids: Positions of the same tokens.
         last: `[R, L]` last column that attends to each token of full rows; see `PackedRows`.
         boundaries: `[S + 1]` int32 sequence boundaries, for kernels that need them.
-        selected_row: `[N]` row of each selected token in the padded view.
-        selected_position: `[N]` position of each selected token in the padded view.
+        selected: Positions of the N selected tokens in the padded view.
         hidden_index: `[n]` indices among this rank's M hidden states of its selected tokens.
         local: `[n]` indices of these tokens among the N; None if this rank has all of them.
     """
@@ -44,15 +43,9 @@ class MegatronRows(TensorFields):
     boundaries: Tensor
     longest: int
     num_positions: int
-    selected_row: Tensor
-    selected_position: Tensor
+    selected: Positions
     hidden_index: Tensor
     local: Tensor | None
-
-    @property
-    def selected(self) -> Positions:
-        """Positions of the selected tokens in the padded view."""
-        return self.selected_row, self.selected_position
 
 
 def megatron_rows(rows: PackedRows, selected: Tensor) -> MegatronRows:
@@ -80,7 +73,7 @@ def megatron_rows(rows: PackedRows, selected: Tensor) -> MegatronRows:
         boundaries,
         longest,
         int(rows.position_ids.max()) + 1,
-        *selected_positions,
+        selected_positions,
         hidden_index=hidden_index,
         local=local,
     )

@@ -15,7 +15,7 @@ from nemo_rl_core.algorithms.distillation.trainer import DistillationTrainer
 from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.pretrained import load_tokenizer
-from nemo_rl_core.distributed.remote_columns import RemoteRows
+from nemo_rl_core.distributed.batched_data_dict import RemoteRows
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.rollouts.records import RolloutRecords

@@ -7,7 +7,7 @@ import pytest
 
 from nemo_rl_core.algorithms.grpo.advantage_config import GDPO, AdvantageConfig, GroupNormalized
 from nemo_rl_core.algorithms.grpo.config import DynamicSampling
-from nemo_rl_core.algorithms.grpo.dynamic_sampling import StepDraws
+from nemo_rl_core.algorithms.grpo.data import StepDraws
 from nemo_rl_core.config.functions import CustomAdvantage
 from nemo_rl_core.types import Completion, Prompt, Rollout
 

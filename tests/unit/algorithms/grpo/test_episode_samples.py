@@ -22,8 +22,7 @@ from nemo_rl_core.algorithms.grpo.config import (
     GRPOSettings,
     credits_turns,
 )
-from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch, with_outcomes
-from nemo_rl_core.algorithms.grpo.dynamic_sampling import StepDraws
+from nemo_rl_core.algorithms.grpo.data import StepDraws, add_advantages, grpo_batch, with_outcomes
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, ReinforceLoss
 from nemo_rl_core.algorithms.ppo.config import PPOConfig

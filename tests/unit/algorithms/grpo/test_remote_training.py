@@ -16,7 +16,7 @@ from nemo_rl_core.algorithms import GRPOTrainer
 from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.pretrained import load_tokenizer
-from nemo_rl_core.distributed.remote_columns import RemoteRows
+from nemo_rl_core.distributed.batched_data_dict import RemoteRows
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.errors import ConsistencyError, RewardError
 from nemo_rl_core.models.generation.engine import Generation
