@@ -5,7 +5,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
-    JsonValue,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -188,9 +187,7 @@ class VllmGenerationConfig(SplitEngine):
     float32_matmul_precision: MatmulPrecision = "highest"
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] = "none"
     skip_tokenizer_init: bool = False
-    engine_options: dict[str, JsonValue] = Field(
-        default_factory=dict, exclude_if=lambda value: not value
-    )
+    engine_options: dict[str, Any] = Field(default_factory=dict, exclude_if=lambda value: not value)
 
     @model_validator(mode="after")
     def _engine_options_are_vllms(self) -> "VllmGenerationConfig":
