@@ -15,6 +15,7 @@ from pydantic import (
 
 from nemo_rl_core.config.base import FrozenConfig, kind_or
 from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.engine_options import refuse_engine_options
 from nemo_rl_core.config.model import MatmulPrecision
 from nemo_rl_core.config.placement import (
     DedicatedBundles,
@@ -170,6 +171,10 @@ class VllmGenerationConfig(SplitEngine):
             or per block of 128. Embedding, head and norms stay in 16 bits. The trainer computes in
             16 bits, and the gate compares the two.
         skip_tokenizer_init: Starts without a tokenizer, and so without stop strings.
+        engine_options: Further options of vLLM (fields of its `EngineArgs`), passed unchanged, such
+            as `{speculative_config: {method: ngram, num_speculative_tokens: 4}}`. Options that a
+            key sets or that the project relies on are refused. The gate compares what the engine
+            samples with the trainer, whatever the options.
     """
 
     backend: Literal["vllm"] = "vllm"
@@ -182,6 +187,12 @@ class VllmGenerationConfig(SplitEngine):
     float32_matmul_precision: MatmulPrecision = "highest"
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] = "none"
     skip_tokenizer_init: bool = False
+    engine_options: dict[str, Any] = Field(default_factory=dict, exclude_if=lambda value: not value)
+
+    @model_validator(mode="after")
+    def _engine_options_are_vllms(self) -> "VllmGenerationConfig":
+        refuse_engine_options(self.engine_options)
+        return self
 
     @model_validator(mode="after")
     def _stop_strings_need_text(self) -> "VllmGenerationConfig":

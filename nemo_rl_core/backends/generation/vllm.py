@@ -19,7 +19,7 @@ from nemo_rl_core.backends.decoding.requests import (
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.gpu_memory import used_gpu_gib
 from nemo_rl_core.backends.generation.incoming import IncomingWeights
-from nemo_rl_core.backends.generation.vllm_libraries import load_libnuma
+from nemo_rl_core.backends.generation.vllm_libraries import correct_speculation, load_libnuma
 from nemo_rl_core.backends.generation.vllm_loader import load_format_of
 from nemo_rl_core.backends.generation.vllm_ranks import (
     gpu_of_single_rank,
@@ -95,6 +95,7 @@ class VllmBackend(ReceivesWeights):
             # Even in eager mode, vLLM compiles a sampler function, which needs a C++ compiler on
             # CPUs.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
+            correct_speculation()
         try:
             self._start_engine(has_gpu=has_gpu)
         except (NemoRLError, MemoryError):
@@ -110,9 +111,17 @@ class VllmBackend(ReceivesWeights):
         ranks = config.ranks_per_engine
         load_format = load_format_of(config, has_gpu=has_gpu)
         self._is_empty = load_format not in ("auto", "dummy")
+        options = {
+            # The rollouts of a group share the keys and values of their prompt, in full blocks;
+            # the next turn shares those of earlier turns.
+            "enable_prefix_caching": has_gpu or not _has_state(setup),
+            "max_num_batched_tokens": max(setup.max_model_len, _MAX_BATCHED_TOKENS),
+            **config.engine_options,
+        }
         self._llm = LLM(
             str(setup.model_folder),
             **code_options(setup.model_folder),
+            **options,
             skip_tokenizer_init=config.skip_tokenizer_init,
             enforce_eager=config.enforce_eager or not has_gpu,
             dtype=setup.dtype,
@@ -132,11 +141,7 @@ class VllmBackend(ReceivesWeights):
             # Chunked prefill samples a token and discards it, which vLLM cannot do with the seeded
             # generators of a CPU; so prompts are prefilled whole.
             enable_chunked_prefill=has_gpu,
-            # The rollouts of a group share the keys and values of their prompt, in full blocks;
-            # the next turn shares those of earlier turns.
-            enable_prefix_caching=has_gpu or not _has_state(setup),
             block_size=config.block_size,
-            max_num_batched_tokens=max(setup.max_model_len, _MAX_BATCHED_TOKENS),
             # Logprobs of the sampled distribution at its temperature; if that is truncated, of the
             # policy's full distribution at temperature 1.
             logprobs_mode=_logprobs_mode(config),

@@ -1,5 +1,8 @@
 """Settings of sampling: kinds of engines, and combinations that are refused."""
 
+import ast
+import re
+from inspect import getsource
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ from nemo_rl_core.algorithms.grpo.config import GRPOSettings
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.algorithms.ppo.config import PPOSettings
 from nemo_rl_core.algorithms.ppo.trainer import PPOTrainer
+from nemo_rl_core.backends.generation import vllm
+from nemo_rl_core.config.engine_options import OWNED, vllm_options
 from nemo_rl_core.config.generation import (
     GenerationConfig,
     HuggingFaceGenerationConfig,
@@ -68,6 +73,35 @@ def test_backend_key_determines_the_config() -> None:
 def test_contradictions_are_refused(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         read(values)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "half", "seed": 1}, "dtype: set model.dtype; seed: set seed"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode: remove it"),
+        ({"speculativ_config": {}}, "did you mean 'speculative_config'?"),
+        ({"no_such_option": 1}, "see `vllm serve"),
+    ],
+)
+def test_engine_options_of_the_project_and_unknown_ones_are_refused(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        read({"engine_options": options})
+
+
+def test_every_option_that_is_passed_or_refused_is_one_of_vllms() -> None:
+    assert vllm_options() >= OWNED.keys()
+    passed = {
+        each.arg for each in ast.walk(ast.parse(getsource(vllm))) if isinstance(each, ast.keyword)
+    }
+    assert (passed & vllm_options()) - OWNED.keys() == set()
+
+
+def test_engine_options_change_the_config_only_where_they_are_given() -> None:
+    assert "engine_options" not in read({}).model_dump()
+    assert read({"engine_options": {"kv_cache_dtype": "fp8"}}).model_dump()["engine_options"]
 
 
 @pytest.mark.parametrize("generation", UNFIT)
