@@ -6,6 +6,7 @@ a power of two steps, and two are merged into one as the curve grows.
 
 import math
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -29,6 +30,17 @@ SELECT min(step) FROM metrics WHERE node = :node AND name = :name AND step >= :b
   AND step < :end AND (value IS NULL OR abs(value) = 9e999)
 """
 _FINITE = " AND abs(value) < 9e999"
+_BUCKETS_OF_NODE = """
+SELECT name, number, step, value, num_values, num_finite, total,
+  (SELECT at.value FROM metrics AS at WHERE at.node = ? AND at.name = ? AND at.step = found.step)
+  FROM (
+    SELECT name, step / {width} AS number, step, {end}(value) AS value, count(*) AS num_values,
+      count(value) AS num_finite, total(value) AS total
+    FROM metrics WHERE node = ? AND name IN ({names}) GROUP BY name, number
+  ) AS found
+"""
+_MOST_VALUES = 10_000
+"""Number of values of an ended node whose curves are read in one query instead of one by one."""
 
 
 class CurvePoint(NamedTuple):
@@ -125,25 +137,50 @@ class EnvelopeReader:
         self,
         database: sqlite3.Connection,
         node: int,
-        name: str,
+        names: Sequence[str],
         *,
         axis: str = "",
         between: tuple[int, int] | None = None,
         most: int = MAX_BUCKETS,
-    ) -> Envelope:
-        """Returns the buckets of a curve; empty if the node has no such metric.
+    ) -> dict[str, Envelope]:
+        """Returns the buckets of each curve, without metrics that the node does not have.
 
         Args:
             axis: Metric with the position of each step; by default the step itself.
             between: First and last step, to read a part in more detail; this is not kept.
-            most: Maximum number of buckets.
+            most: Maximum number of buckets of a curve.
         """
         version = _version(database, node)
-        key = (node, name, axis, most)
-        kept = self._kept.get(key)
-        if between is None and version.has_ended and kept and kept.version == version:
-            self._kept[key] = self._kept.pop(key)
-            return kept.buckets
+        envelopes: dict[str, Envelope] = {}
+        unread = []
+        for name in names:
+            key = (node, name, axis, most)
+            kept = self._kept.get(key)
+            if between is None and version.has_ended and kept and kept.version == version:
+                self._kept[key] = self._kept.pop(key)
+                envelopes[name] = kept.buckets
+            else:
+                unread.append(name)
+        short: dict[str, Envelope] = {}
+        if between is None and version.has_ended and len(unread) > 1:
+            short = _read_short(database, version.measured, unread, axis, most)
+        for name in unread:
+            key = (node, name, axis, most)
+            if name in short:
+                envelopes[name] = short[name]
+                self._keep(key, _Kept(version, 1, short[name]))
+            else:
+                envelopes[name] = self._read(database, version, key, between)
+        return {name: envelopes[name] for name in names if envelopes[name]}
+
+    def _read(
+        self,
+        database: sqlite3.Connection,
+        version: NodeVersion,
+        key: tuple[int, str, str, int],
+        between: tuple[int, int] | None,
+    ) -> Envelope:
+        _, name, axis, most = key
         ends = _ends(database, version.measured, name, between)
         if ends is None:
             return []
@@ -151,7 +188,7 @@ class EnvelopeReader:
         width = _width(last - first + 1, most)
         if between is not None:
             return _read(database, version.measured, name, axis, range(first, last + 1, width))
-        done = _done(kept, version, width)
+        done = _done(self._kept.get(key), version, width)
         begin = _end(done[-1].begin, width) if done else first
         envelope = done + _read(
             database, version.measured, name, axis, range(begin, last + 1, width)
@@ -292,6 +329,39 @@ def _read_single_steps(
         total = 0.0 if missing else each.value
         buckets.append(Bucket(step, each, each, 1, int(missing is not None), total, missing))
     return buckets
+
+
+def _read_short(
+    database: sqlite3.Connection, node: int, names: Sequence[str], axis: str, most: int
+) -> dict[str, Envelope]:
+    """Reads the curves of a node with few values; leaves out those with missing values."""
+    ends = next(filter(None, (_ends(database, node, name, None) for name in names)), None)
+    if ends is None or (ends[1] - ends[0] + 1) * len(names) > _MOST_VALUES:
+        return {}
+    width = _width(ends[1] - ends[0] + 1, most)
+    lows, highs = (
+        database.execute(
+            _BUCKETS_OF_NODE.format(width=width, end=end, names=", ".join("?" * len(names))),
+            (node, axis, node, *names),
+        ).fetchall()
+        for end in ("min", "max")
+    )
+    envelopes: dict[str, Envelope] = {}
+    missing = set()
+    for low, high in zip(lows, highs, strict=True):
+        name, number, step, _, num_values, num_finite, total, _ = low
+        _check(name, low[3], high[3])
+        if num_finite < num_values or not math.isfinite(total) or not isinstance(step, int):
+            missing.add(name)
+            continue
+        lowest, highest = (
+            CurvePoint((at if isinstance(at, float) else math.nan) if axis else step, step, value)
+            for _, _, step, value, _, _, _, at in (low, high)
+        )
+        begin = max(ends[0], number * width)
+        bucket = Bucket(begin, lowest, highest, num_values, 0, total)
+        envelopes.setdefault(name, []).append(bucket)
+    return {name: each for name, each in envelopes.items() if name not in missing}
 
 
 def _measured(

@@ -199,13 +199,9 @@ class History:
     ) -> dict[str, Envelope]:
         """Returns thinned curves of a node; see `EnvelopeReader.read` for the arguments."""
         with self._locked() as database:
-            read = {
-                name: self._envelopes.read(
-                    database, node, name, axis=axis, between=between, most=most
-                )
-                for name in names
-            }
-        return {name: envelope for name, envelope in read.items() if envelope}
+            return self._envelopes.read(
+                database, node, names, axis=axis, between=between, most=most
+            )
 
     def last_value(self, node: int, name: str) -> tuple[int, float] | None:
         """Returns the latest step of a metric and its value, NaN if it is not finite."""
@@ -366,7 +362,13 @@ class History:
         return tuple(self._read(Value, row, table, "node") for row in rows)
 
     def _metric_names(self, rows: list[sqlite3.Row]) -> list[str]:
-        return [self._read(_MetricName, row, "metrics", "name").name for row in rows]
+        # Validated only if damaged: a sweep has a hundred thousand names.
+        return [
+            row["name"]
+            if isinstance(row["name"], str)
+            else self._read(_MetricName, row, "metrics", "name").name
+            for row in rows
+        ]
 
     def _measured_node(self, node: int) -> int:
         row = self._first("SELECT coalesce(cached_from, id) AS id FROM nodes WHERE id = ?", (node,))

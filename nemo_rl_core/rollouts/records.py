@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from nemo_rl_core.data.json_values import parsed
+from nemo_rl_core.distributed.remote_columns import RemoteRows
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _ENVIRONMENT_METRICS = b"environment_metrics"
-
+_TRAINER_LOGPROBS = "trainer_logprobs"
 
 MAX_LOCAL_TOKENS = 2**20
 """Largest remote step that this process writes, which takes some tenths of a second."""
@@ -96,6 +97,7 @@ class RolloutRecords:
         rollouts: Sequence[Rollout],
         *,
         advantages: Tensor | None = None,
+        trainer_logprobs: Tensor | RemoteRows | None = None,
         environment_metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Writes a step, or starts a task that does; see `save_rollouts`."""
@@ -105,6 +107,7 @@ class RolloutRecords:
             rollouts,
             self._path(step).absolute(),  # a task has another working directory
             advantages=advantages,
+            trainer_logprobs=trainer_logprobs,
             environment_metrics=environment_metrics,
         )
         if isinstance(rollouts, RemoteRollouts) and rollouts.num_tokens > self._max_local_tokens:
@@ -129,22 +132,32 @@ def save_rollouts(
     path: Path,
     *,
     advantages: Tensor | None = None,
+    trainer_logprobs: Tensor | RemoteRows | None = None,
     environment_metrics: Mapping[str, float] | None = None,
 ) -> None:
     """Writes one row per rollout as parquet; the same rollouts give the same bytes.
 
     Args:
         advantages: One advantage per valid rollout, if the algorithm computes them.
+        trainer_logprobs: `[B, T-1]` logprobs of the valid rollouts under the trained weights before
+            the step, if it computes them. They become a column of float32, 4 bytes per token.
         environment_metrics: Metrics of the environment's `global_post_process_and_metrics`.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     rows = [_row(rollout) for rollout in rollouts]
+    valid = [row for row in rows if row["error"] is None]
     if advantages is not None:
-        valid = [row for row in rows if row["error"] is None]
         for row, advantage in zip(valid, advantages.tolist(), strict=True):
             row["advantage"] = advantage
+    if trainer_logprobs is not None:
+        if isinstance(trainer_logprobs, RemoteRows):
+            (trainer_logprobs,) = trainer_logprobs.fetched().values()
+            assert isinstance(trainer_logprobs, Tensor)
+        for row, logprobs in zip(valid, trainer_logprobs.detach().numpy(), strict=True):
+            start = len(row["prompt_ids"]) - 1  # the first token has no prediction
+            row[_TRAINER_LOGPROBS] = logprobs[start : start + len(row["completion_ids"])].tolist()
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not validated with `RolloutSchema`, which takes ten times as long as all else here:
     # rewards were checked when they arrived, and `load_rollouts` checks the rest.
@@ -155,6 +168,12 @@ def save_rollouts(
         else pa.array([row[field.name] for row in rows], type=field.type)
         for field in schema
     ]
+    if trainer_logprobs is not None:
+        column = _list_column([row.get(_TRAINER_LOGPROBS, ()) for row in rows], np.float32)
+        schema, columns = (
+            schema.append(pa.field(_TRAINER_LOGPROBS, column.type)),
+            [*columns, column],
+        )
     if environment_metrics:
         schema = schema.with_metadata({_ENVIRONMENT_METRICS: json.dumps(dict(environment_metrics))})
     pq.write_table(pa.Table.from_arrays(columns, schema=schema), path)

@@ -35,6 +35,7 @@ from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.rollouts.batch import (
+    mean_advantages,
     refuse_too_many_failures,
     rollout_batch,
     with_logprobs_of,
@@ -223,11 +224,21 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         return batch if isinstance(self.policy, Policy) else batch.fetched()
 
     def _record(
-        self, rollouts: Sequence[Rollout], *, advantages: Tensor | None = None
+        self, rollouts: Sequence[Rollout], trained: BatchedDataDict | None = None
     ) -> dict[str, float]:
-        """Writes the step's rollouts; returns the environment's metrics of all draws."""
+        """Writes the step's rollouts; returns the environment's metrics of all draws.
+
+        Args:
+            trained: Batch of the valid rollouts with `advantages` and `prev_logprobs`, if the
+                algorithm computes them.
+        """
         metrics, self._environment_metrics = mean_metrics(self._environment_metrics), []
-        self.records.save(self.step, rollouts, advantages=advantages, environment_metrics=metrics)
+        columns = {}
+        if trained is not None:
+            columns["advantages"] = mean_advantages(trained)
+            if self._engine_returns_logprobs:  # else these are the policy's, too
+                columns["trainer_logprobs"] = trained["prev_logprobs"]
+        self.records.save(self.step, rollouts, **columns, environment_metrics=metrics)
         return {f"environment_{name}": value for name, value in metrics.items()}
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:

@@ -28,7 +28,7 @@ _ROLLOUTS = "rollouts"
 _TEXTS = ("prompt", "completion")
 _FILTERED = ("prompt_id", "group", "mode", "reward", "correct", "truncated", "error")
 _TURNS = ("turn_rewards", "components", "messages")
-_TOKENS = ("completion_ids", "logprobs", "generated", "weight_versions")
+_TOKENS = ("completion_ids", "logprobs", "trainer_logprobs", "generated", "weight_versions")
 _OTHERS = ("sample", "part", "category", "answer", "extracted", "advantage")
 _SHOWN = (*_FILTERED, *_TEXTS, *_TURNS, *_OTHERS)
 _NUMBERS = ("reward", "advantage")
@@ -296,6 +296,8 @@ def _row(index: int, values: dict[str, Any]) -> dict[str, Any]:
     """Fills missing columns with None and replaces values that are not numbers by None."""
     row = {**dict.fromkeys((*_SHOWN, *_TOKENS)), **values, "index": index}
     row["messages"] = parsed(row["messages"], list)
+    for name in ("sample", "part"):
+        row[name] = row[name] if isinstance(row[name], int) else None
     for name in _NUMBERS:
         value = row[name]
         if not isinstance(value, (int, float)) or math.isnan(value):

@@ -25,7 +25,7 @@ _METRIC_OF_AXIS = {"step": "", "time": RUN_SECONDS, "tokens": NUM_TOKENS}
 _GLOBAL_STEP = "global_step"
 _WATCHED = [metric for rule in RULES for metric in rule.metrics]
 _MOST_BUCKETS, _FEWEST_BUCKETS = 2048, 16
-"""Number of buckets of all nodes in one chart, and the minimum of each node."""
+"""Number of buckets of all nodes in one chart, and the minimum of each line."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Result": ("reward", "accuracy", "loss", VALIDATION_PREFIX, "reward_", "turn_reward"),
     "Policy": (
@@ -173,7 +173,7 @@ def trainings(
         most: Maximum number of buckets of a node; by default fewer the more nodes there are.
     """
     every: list[Training] = []
-    most = most or min(MAX_BUCKETS, max(_FEWEST_BUCKETS, _MOST_BUCKETS // max(1, len(nodes))))
+    most = most or _buckets_per_node(nodes)
     for node in nodes:
         if not _is_on(axis, node):
             continue
@@ -209,6 +209,13 @@ def trainings(
     return every
 
 
+def _buckets_per_node(nodes: Sequence[Node]) -> int:
+    """Returns a number from 2 to `MAX_BUCKETS`."""
+    num_lines = len({(node.parent, point_label(node.point)) for node in nodes})
+    fewest = _FEWEST_BUCKETS * num_lines // max(1, len(nodes))
+    return max(2, fewest, min(MAX_BUCKETS, _MOST_BUCKETS // max(1, len(nodes))))
+
+
 def series(
     history: History, nodes: Sequence[Node], names: Sequence[str], *, axis: str = "step"
 ) -> dict[str, list[Series]]:
@@ -239,18 +246,36 @@ def alarms_of(
 ) -> list[tuple[Training, Alarm]]:
     """Returns the alarms of each training of a stage."""
     names = [name for name in _WATCHED if name in stage.names]
-    # In full detail: of few buckets, several steps in a row that are wrong may be missing.
-    every = trainings(history, stage.nodes, names, axis=axis, most=MAX_BUCKETS)
-    return [
-        (each, alarm)
-        for each in every
-        for alarm in alarms(
-            {
+    marked = []
+    for coarse in trainings(history, stage.nodes, names, axis=axis):
+        suspects = [name for name in names if _may_alarm(name, coarse.curves.get(name, []))]
+        if not suspects:
+            continue
+        # In full detail: of few buckets, several steps in a row that are wrong may be missing.
+        nodes = [node for _, node in coarse.borders]
+        for each in trainings(history, nodes, suspects, axis=axis, most=MAX_BUCKETS):
+            each.label = coarse.label
+            measured = {
                 name: [(p.step, p.value) for b in envelope for p in _with_missing(b)]
                 for name, envelope in each.curves.items()
             }
-        )
-    ]
+            marked += [(each, alarm) for alarm in alarms(measured)]
+    return marked
+
+
+def _may_alarm(name: str, envelope: Envelope) -> bool:
+    """Whether some value of a thinned curve breaks a rule; its first value is in `firsts`."""
+    ends = [(b.low.value, b.high.value) for b in envelope if math.isfinite(b.low.value)]
+    values = [value for pair in ends for value in pair]
+    firsts = values[:2] or [math.nan]
+    values += [math.nan] * any(b.num_missing for b in envelope)
+    return any(
+        rule.is_wrong(value, first)
+        for rule in RULES
+        if name in rule.metrics
+        for first in firsts
+        for value in values
+    )
 
 
 def _with_missing(bucket: Bucket) -> list[CurvePoint]:

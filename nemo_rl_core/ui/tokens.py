@@ -1,4 +1,4 @@
-"""Tokens of a completion, tinted by logprob, mask or weight version."""
+"""Tokens of a completion, tinted by logprob, difference of logprobs, mask or weight version."""
 
 import functools
 import math
@@ -8,12 +8,27 @@ from typing import Any, NamedTuple
 
 TINTS = {
     "logprob": "probability when sampled",
+    "difference": "difference between engine and trainer",
     "mask": "trained on or not",
     "version": "weight version",
 }
+LEGENDS = {
+    "logprob": ("Probability", "0.9 or more", "from 0.5", "from 0.1", "from 0.01", "below 0.01"),
+    "difference": (
+        "Difference of logprobs",
+        "below 0.001",
+        "from 0.001",
+        "from 0.01",
+        "from 0.1",
+        "1 or more",
+    ),
+}
+"""A title and five labels for each tint that has a scale."""
 MAX_TOKENS = 4000
 _LIKELY = (0.9, 0.5, 0.1, 0.01)
 """Probabilities at which the tint changes."""
+_DIFFERENT = (0.001, 0.01, 0.1, 1.0)
+"""Absolute differences of logprobs at which the tint changes."""
 _NUM_VERSION_TINTS = 4
 
 
@@ -23,6 +38,19 @@ class Token(NamedTuple):
     text: str
     tint: str
     label: str
+
+
+class _Recorded(NamedTuple):
+    logprob: float | None
+    trainer_logprob: float | None
+    is_generated: bool
+    version: int | None
+
+    @property
+    def difference(self) -> float | None:
+        if self.logprob is None or self.trainer_logprob is None:
+            return None
+        return self.trainer_logprob - self.logprob
 
 
 def tokens(row: Mapping[str, Any], folder: Path, tint: str) -> list[Token]:
@@ -37,20 +65,20 @@ def tokens(row: Mapping[str, Any], folder: Path, tint: str) -> list[Token]:
     if not isinstance(ids, list):
         return []
     ids = ids[:MAX_TOKENS]
-    logprobs = _filled(row["logprobs"], len(ids), None)
-    generated = _filled(row["generated"], len(ids), True)
-    versions = _filled(row["weight_versions"], len(ids), None)
-    first_version = min((each for each in versions if each is not None), default=0)
-    parts = zip(_texts(folder, ids), ids, logprobs, generated, versions, strict=True)
-    return [
-        Token(
-            text,
-            _tint(
-                tint, logprob, is_generated, None if version is None else version - first_version
-            ),
-            _label(number, logprob, is_generated, version),
+    columns = [
+        _filled(row[name], len(ids), default)
+        for name, default in (
+            ("logprobs", None),
+            ("trainer_logprobs", None),
+            ("generated", True),
+            ("weight_versions", None),
         )
-        for text, number, logprob, is_generated, version in parts
+    ]
+    recorded = [_Recorded(*values) for values in zip(*columns, strict=True)]
+    first_version = min((one.version for one in recorded if one.version is not None), default=0)
+    return [
+        Token(text, _tint(tint, one, first_version), _label(number, one))
+        for number, text, one in zip(ids, _texts(folder, ids), recorded, strict=True)
     ]
 
 
@@ -60,24 +88,32 @@ def _filled(values: Any, length: int, default: Any) -> list[Any]:
     return values[:length] if is_recorded else [default] * length
 
 
-def _tint(tint: str, logprob: float | None, is_generated: bool, version: int | None) -> str:
+def _tint(tint: str, one: _Recorded, first_version: int) -> str:
     if tint == "mask":
-        return "trained" if is_generated else "untrained"
+        return "trained" if one.is_generated else "untrained"
     if tint == "version":
-        return "" if version is None else f"version-{version % _NUM_VERSION_TINTS}"
-    if logprob is None or not is_generated:
+        version = one.version
+        return (
+            "" if version is None else f"version-{(version - first_version) % _NUM_VERSION_TINTS}"
+        )
+    value = one.difference if tint == "difference" else one.logprob
+    if value is None or not one.is_generated:
         return ""
-    return f"rare-{sum(math.exp(logprob) < bound for bound in _LIKELY)}"
+    if tint == "difference":
+        return f"rare-{sum(abs(value) >= bound for bound in _DIFFERENT)}"
+    return f"rare-{sum(math.exp(value) < bound for bound in _LIKELY)}"
 
 
-def _label(number: int, logprob: float | None, is_generated: bool, version: int | None) -> str:
+def _label(number: int, one: _Recorded) -> str:
     parts = [f"token {number}"]
-    if is_generated and logprob is not None:
-        parts.append(f"probability {math.exp(logprob):.3g}, logprob {logprob:.4g}")
-    if not is_generated:
+    if one.is_generated and one.logprob is not None:
+        parts.append(f"probability {math.exp(one.logprob):.3g}, logprob {one.logprob:.4g}")
+    if one.is_generated and one.difference is not None:
+        parts.append(f"of the trainer {one.trainer_logprob:.4g}, difference {one.difference:.2g}")
+    if not one.is_generated:
         parts.append("not trained on")
-    if version is not None:
-        parts.append(f"weights of step {version}")
+    if one.version is not None:
+        parts.append(f"weights of step {one.version}")
     return "; ".join(parts)
 
 

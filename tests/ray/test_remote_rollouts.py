@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -162,6 +163,12 @@ def weights(result: TrainResult) -> dict[str, torch.Tensor]:
     }
 
 
+def recorded(result: TrainResult, step: int) -> list[dict[str, Any]]:
+    """Returns the rows of a step's record: logprobs of engine and trainer."""
+    path = result.folder / "rollouts" / f"step_{step:06d}.parquet"
+    return pq.read_table(path, columns=["error", "logprobs", "trainer_logprobs"]).to_pylist()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_remote_rollouts_train_bitwise_identically(
@@ -179,6 +186,8 @@ def test_remote_rollouts_train_bitwise_identically(
             RolloutRecords(result.folder / "rollouts").load(step) for result in (remote, local)
         )
         assert ours_read == theirs_read
+        ours_rows, theirs_rows = (recorded(result, step) for result in (remote, local))
+        assert ours_rows == theirs_rows
 
 
 @pytest.mark.slow
@@ -188,6 +197,9 @@ def test_records_of_many_tokens_are_written_by_a_task(
     here = fit(tiny_model, "written here")
     monkeypatch.setitem(RolloutRecords.__init__.__kwdefaults__, "max_local_tokens", 0)
     elsewhere = fit(tiny_model, "written elsewhere")
+    for row in recorded(here, 1):  # before any step, by the same model
+        engine = [] if row["error"] else row["logprobs"]
+        assert row["trainer_logprobs"] == pytest.approx(engine, abs=1e-4)
     for step in (1, 2):
         name = Path("rollouts") / f"step_{step:06d}.parquet"
         assert (elsewhere.folder / name).read_bytes() == (here.folder / name).read_bytes()

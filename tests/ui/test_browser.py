@@ -59,7 +59,7 @@ def every_page(
         "ancestry": f"/artifacts/{checkpoint}/ancestry",
         "completions": f"/artifacts/{checkpoint}/completions",
         "all steps": f"/artifacts/{checkpoint}/completions?step=all&text=1",
-        "tokens": f"/artifacts/{checkpoint}/completions?row=0&tint=logprob",
+        "tokens": f"/artifacts/{checkpoint}/completions?row=0&tint=difference",
         "evaluation": f"/artifacts/{artifacts['evaluate']}",
         "two evaluations": f"/artifacts/{artifacts['evaluate']}/completions"
         f"?against={artifacts['evaluate before']}",

@@ -232,7 +232,7 @@ def test_other_values_are_no_conversation(odd: object) -> None:
     assert messages_of(odd) == []
 
 
-def test_tokens_are_tinted_by_probability_mask_and_version(source: Source, tmp_path: Path) -> None:
+def test_tokens_are_tinted_by_a_kind(source: Source, tmp_path: Path) -> None:
     (card,) = select(source, Filter(row=0)).cards(0, 1, tokens=True)
     row = card.rows[0] | {"generated": [True, True]}
     # exp(-0.05) = 0.951 and exp(-3) = 0.0498; without a tokenizer the ids are shown.
@@ -242,6 +242,11 @@ def test_tokens_are_tinted_by_probability_mask_and_version(source: Source, tmp_p
     masked = tokens(card.rows[0], tmp_path, "mask")
     assert [token.tint for token in masked] == ["trained", "untrained"]
     assert [token.tint for token in tokens(row, tmp_path, "version")] == ["version-0", "version-1"]
+    assert [token.tint for token in tokens(row, tmp_path, "difference")] == ["", ""]
+    row |= {"trainer_logprobs": [-0.0505, -2.75]}  # 0.0005 less, and 0.25 more
+    shown = tokens(row, tmp_path, "difference")
+    assert [token.tint for token in shown] == ["rare-0", "rare-3"]
+    assert "logprob -3; of the trainer -2.75, difference 0.25;" in shown[1].label
 
 
 def evaluation(path: Path, correct: dict[str, bool | None]) -> Path:

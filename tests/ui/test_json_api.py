@@ -45,4 +45,7 @@ def test_parameters_choose_runs(client: TestClient) -> None:
     refused = client.get("/runs.json?where=nonsense")
     assert refused.status_code == 400
     assert "nonsense" in refused.json()["error"]
+    refused = client.get("/runs.json?state=nope")
+    assert refused.status_code == 400
+    assert "'nope': use one of running, succeeded" in refused.json()["error"]
     assert client.get("/executions/none.json").status_code == 404

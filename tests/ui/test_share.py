@@ -83,6 +83,10 @@ def test_the_command_writes_what_the_page_offers(
     monkeypatch.setenv("NEMO_RL_HOME", str(made.store.root))
     done = CliRunner().invoke(share, [*runs, "--output", str(tmp_path / "a.html")])
     assert re.fullmatch(rf"wrote {tmp_path}/a\.html: 0\.\d MiB\n", done.output)
+    monkeypatch.chdir(tmp_path)
+    CliRunner().invoke(share, [*runs])
+    name = FIRST if len(runs) == 1 else "comparison"
+    assert (tmp_path / f"{name}.html").read_text().rstrip().endswith("</html>")
     offered = client.get(FILES["run" if len(runs) == 1 else "comparison"], params={"run": runs})
 
     def timeless(text: str) -> str:  # without the time of writing and "3 min ago"

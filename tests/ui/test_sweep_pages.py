@@ -7,10 +7,12 @@ from starlette.testclient import TestClient
 
 from nemo_rl_core.evals.rows import save_eval_rows
 from nemo_rl_core.history.inserts import as_value
+from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import point_label
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.store.manifest import Cost, Manifest
 from nemo_rl_core.store.store import Store
+from nemo_rl_core.ui import curves
 from nemo_rl_core.ui.app import create_app
 from nemo_rl_core.ui.plots import overlay
 
@@ -187,3 +189,32 @@ def test_a_point_has_the_cost_of_its_stages(client: TestClient) -> None:
 def test_the_completions_of_a_point_name_their_run(client: TestClient) -> None:
     page = client.get(f"/artifacts/evaluate-{RUNS[0]}-2").text
     assert f'href="/executions/{RUNS[0]}"' in page
+
+
+def test_an_alarm_of_one_point_among_many_is_found(tmp_path: Path) -> None:
+    """Curves of so many points are thinned to few buckets, which hide three steps in a row."""
+    store = Store(tmp_path / "store")
+    writer = HistoryWriter(store, RUNS[0])
+    writer.begin(NewExecution("workflows.sweep.sweep", "", [], {}, store.runs / "log"))
+    rows = []
+    for number in range(150):
+        node = writer.begin_node("g", task="t.g", kind="task", parent=None, point={"seed": number})
+        assert node is not None
+        bad = {"kl": {20, 21, 22}, "grad_norm": {30}}
+        rows += [
+            (node, step, name, wrong if number == 77 and step in bad[name] else 0.1)
+            for name, wrong in (("kl", 0.6), ("grad_norm", None))
+            for step in range(1, 41)
+        ]
+        writer.end_node(node, NodeEnd("succeeded"))
+    with writer._open as database:
+        database.execute("BEGIN")
+        database.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?)", rows)
+    writer.end("succeeded")
+    with History(store) as history:
+        (stage,) = curves.stages(history, RUNS[0])
+        alarms = curves.alarms_of(history, stage)
+    assert [(each.label, one.metric, one.since, one.until) for each, one in alarms] == [
+        ("seed 77", "grad_norm", 30, 30),
+        ("seed 77", "kl", 20, 22),
+    ]

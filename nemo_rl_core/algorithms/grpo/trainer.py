@@ -98,7 +98,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         data = self._batch(rollouts)
         update = self._update_once if self._updates_once(data) else self._update_in_parts
         data, consistency, trained = update(data)
-        environment = self._record(rollouts, advantages=mean_advantages(data))
+        environment = self._record(rollouts, data)
         metrics = {**environment, **consistency, **rollout_metrics(data), **sampling}
         metrics = with_trained(metrics, trained)
         return metrics if self._engine_returns_logprobs else without_comparison(metrics)

@@ -105,7 +105,7 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         data, consistency = self._with_logprobs(self._batch(rollouts))
         data = self._with_advantages(data)
         trained = self._train(data)
-        environment = self._record(rollouts, advantages=mean_advantages(data))
+        environment = self._record(rollouts, data)
         metrics = {
             **environment,
             **consistency,

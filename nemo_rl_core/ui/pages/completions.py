@@ -23,7 +23,7 @@ from nemo_rl_core.ui.pages.parameters import (
 )
 from nemo_rl_core.ui.pages.recorded import artifact_of, render_artifact
 from nemo_rl_core.ui.reading import part_names, readings
-from nemo_rl_core.ui.tokens import MAX_TOKENS, TINTS, tokens
+from nemo_rl_core.ui.tokens import LEGENDS, MAX_TOKENS, TINTS, tokens
 
 _PROMPTS_PER_PAGE = 10
 _CHOICES = ("low", "high", "only", "mode", "order", "text", "prompt", "tint", "against")
@@ -73,6 +73,7 @@ def completions_view(request: Request) -> Response:
         ),
         tokens=_tokens(cards, folder, chosen["tint"]),
         tints=TINTS,
+        legends=LEGENDS,
         max_tokens=MAX_TOKENS,
         other=other,
         evaluations=_evaluations(request, one) if step is None else [],

@@ -60,11 +60,14 @@ def index(request: Request) -> Response:
     columns = [*(columns or DEFAULT_COLUMNS), *_words(chosen["extra"])]
     page: Page[RunRow] = Page((), 0, 0, _PER_PAGE)
     context: dict[str, Any] = {"workflows": [], "refused": "", "groups": (), "sparks": {}}
-    if not request.app.state.source.is_empty():
+    if chosen["state"] not in ("", *_STATES):
+        states = ", ".join(_STATES)
+        context["refused"] = f"no run has the state {chosen['state']!r}: use one of {states}"
+    elif not request.app.state.source.is_empty():
         history = history_of(request)
         context["workflows"] = history.workflows()
         query = RunQuery(
-            state=chosen["state"] if chosen["state"] in _STATES else "",
+            state=chosen["state"],
             workflow=chosen["workflow"],
             text=chosen["text"],
             since=day(request, "since"),

@@ -16,10 +16,11 @@ from nemo_rl_core.maintenance.doctor.check import Result
 from tasks.cli.cluster_options import on_a_cluster
 from tasks.cli.machine.check_table import COLORS, show_check
 from tasks.cli.pipelines import current_pipelines
+from tasks.cli.recipe.run import complete_settings
 
 
 @rich_click.command("cluster-check")
-@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_settings)
 @on_a_cluster
 @click.option(
     "--timeout",

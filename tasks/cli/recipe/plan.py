@@ -9,7 +9,7 @@ import click
 import rich_click
 
 from nemo_rl_core.errors import ConfigError
-from tasks.cli.pipelines import current_pipelines
+from tasks.cli.pipelines import complete_pipelines, current_pipelines
 from tasks.cli.recipe.run import complete_settings
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option("--mean-tokens", type=click.FloatRange(min=0, min_open=True), metavar="NUMBER",
               help="Mean number of tokens of a completion; by default all are as long as they may "
               "be.")  # fmt: skip
-@click.option("--pipeline", metavar="NAME",
+@click.option("--pipeline", metavar="NAME", shell_complete=complete_pipelines,
               help="Pipeline of the recipe; by default the one in the name of the recipe or of its "
               "base recipe.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -13,11 +13,12 @@ from nemo_rl_core.config.row_policy import MaskKind, RowPolicy
 from nemo_rl_core.errors import DataError
 from tasks.cli.pipelines import current_pipelines
 from tasks.cli.recipe.recipe_pipeline import is_shipped
+from tasks.cli.recipe.run import complete_settings
 
 
 @rich_click.command()
-@click.argument("data", metavar="DATA_OR_RECIPE")
-@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("data", metavar="DATA_OR_RECIPE", shell_complete=complete_settings)
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_settings)
 @click.option("--model", type=click.Path(path_type=Path),
               help="A folder with the tokenizer; by default the model of the recipe.")  # fmt: skip
 @click.option("--row", type=int, default=0, show_default=True, help="Counted from 0.")

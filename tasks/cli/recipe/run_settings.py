@@ -1,5 +1,6 @@
 """The recipe of `nemo-rl run`, and the report of a dry run."""
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,11 @@ from typing import Any
 import click
 import yaml
 from flytekit.core.workflow import WorkflowBase
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 from nemo_rl_core.algorithms.declarations import ALGORITHMS
 from nemo_rl_core.config.places import PlacedDict, overlaid
+from nemo_rl_core.data.datasets import formats
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.queries import History
@@ -129,12 +131,27 @@ def yaml_of(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+class _Once(logging.Filter):
+    """Lets each message through once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Returns whether the message is new."""
+        is_new = record.getMessage() not in self._shown
+        self._shown.add(record.getMessage())
+        return is_new
+
+
 def show_dry_run(chosen: ChosenPipeline) -> None:
     """Checks the recipe, makes a dry call of the pipeline, and prints what would run."""
     Store.default().check_writable()
     _echo_differences(chosen)
+    formats.logger.addFilter(_Once())  # several checks read the same rows
     preflight({"config": chosen.recipe})
-    logging.disable_progress_bar()  # hides the bars of saving, not those of downloads
+    disable_progress_bar()  # hides the bars of saving, not those of downloads
     dry_run = call_dry(chosen.workflow, config=chosen.recipe)
     click.echo("\nstages")
     rest, run = _last_durations(chosen)

@@ -5,9 +5,11 @@ from pathlib import Path
 import click
 import rich_click
 
+from tasks.cli.recipe.run import complete_settings
+
 
 @rich_click.command("try-reward")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete_settings)
 @click.option("-n", "num_rows", type=click.IntRange(min=1), default=5, show_default=True,
               help="Rows to score, from the start of the training rows.")  # fmt: skip
 @click.option("--model", type=click.Path(path_type=Path),

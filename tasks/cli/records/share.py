@@ -11,9 +11,9 @@ from tasks.cli.records.names import complete_runs
 
 @rich_click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs)
-@click.option("--output", type=click.File("wb"), default="run.html", show_default=True,
-              help="The file.")  # fmt: skip
-def share(runs: tuple[str, ...], output: IO[bytes]) -> None:
+@click.option("--output", type=click.File("wb"),
+              help="The file; by default RUN.html, or comparison.html.")  # fmt: skip
+def share(runs: tuple[str, ...], output: IO[bytes] | None) -> None:
     """Write RUN, or a comparison of several, as one HTML file.
 
     The file has charts and completions, opens without a server, and makes no requests. RUN is given
@@ -34,5 +34,6 @@ def share(runs: tuple[str, ...], output: IO[bytes]) -> None:
     query = urlencode([("run", row.id) for row in rows]).encode()
     is_run = len(rows) == 1 and rows[0].node is None
     page = (pages.run if is_run else pages.comparison)(Request({**scope, "query_string": query}))
+    output = output or click.File("wb")(f"{rows[0].run if is_run else 'comparison'}.html")
     output.write(page.body)
     click.echo(f"wrote {output.name}: {len(page.body) / 2**20:.1f} MiB")

@@ -9,7 +9,8 @@ import click
 import rich_click
 
 from tasks.cli.cluster_options import as_options, on_a_cluster
-from tasks.cli.pipelines import current_pipelines
+from tasks.cli.pipelines import complete_pipelines, current_pipelines
+from tasks.cli.recipe.run import complete_settings
 
 if TYPE_CHECKING:
     from tasks.cli.schedules.flyte_schedules import ScheduledRecipe, Schedules
@@ -52,10 +53,10 @@ def schedule() -> None:
 
 
 @schedule.command("add")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete_settings)
 @click.argument("cron")
-@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--workflow", "pipeline", metavar="NAME",
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_settings)
+@click.option("--workflow", "pipeline", metavar="NAME", shell_complete=complete_pipelines,
               help="Pipeline of the recipe; by default the one in the name of the recipe or of its "
               "base recipe.")  # fmt: skip
 @click.option("--name", help="Name of the schedule; by default that of the recipe.")

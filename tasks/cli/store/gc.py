@@ -15,6 +15,7 @@ from nemo_rl_core.maintenance.disk import allocated
 from nemo_rl_core.maintenance.retention import RetentionPolicy
 from nemo_rl_core.maintenance.survey import find_run
 from nemo_rl_core.store.store import Store
+from tasks.cli.records.names import complete_runs
 from tasks.cli.store.units import Age, Size, show_bytes
 
 
@@ -24,8 +25,10 @@ from tasks.cli.store.units import Age, Size, show_bytes
 @click.option("--max-size", type=Size(), help="Then remove the oldest runs until the store fits.")
 @click.option("--work-older-than", type=Age(), default="14d", show_default=True,
               help="Remove leftovers of killed runs older than this.")  # fmt: skip
-@click.option("--pin", metavar="RUN", multiple=True, help="Keep this run at any age.")
-@click.option("--unpin", metavar="RUN", multiple=True, help="Remove a pin.")
+@click.option("--pin", metavar="RUN", multiple=True, shell_complete=complete_runs,
+              help="Keep this run at any age.")  # fmt: skip
+@click.option("--unpin", metavar="RUN", multiple=True, shell_complete=complete_runs,
+              help="Remove a pin.")  # fmt: skip
 @click.option("--dry-run", "-n", is_flag=True, help="Show the plan; remove nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

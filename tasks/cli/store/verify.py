@@ -10,11 +10,12 @@ import rich_click
 from nemo_rl_core.maintenance.verify import Verdict, repair
 from nemo_rl_core.maintenance.verify import verify as check
 from nemo_rl_core.store.store import Store
+from tasks.cli.records.names import complete_artifacts
 from tasks.cli.store.units import show_bytes
 
 
 @rich_click.command()
-@click.argument("artifacts", nargs=-1, metavar="[ARTIFACT]...")
+@click.argument("artifacts", nargs=-1, metavar="[ARTIFACT]...", shell_complete=complete_artifacts)
 @click.option("--repair", "repairs", is_flag=True, help="Move damaged artifacts aside.")
 @click.option("--threads", type=click.IntRange(min=1), default=min(4, os.cpu_count() or 1),
               show_default=True, help="Number of hashing threads.")  # fmt: skip

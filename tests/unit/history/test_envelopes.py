@@ -153,6 +153,25 @@ def test_a_number_of_buckets_is_kept_and_the_oldest_are_dropped(running, monkeyp
     assert [is_read(name) for name in "abaacabb"] == [1, 1, 0, 0, 1, 0, 1, 0]
 
 
+@pytest.mark.parametrize("axis", ["", "seconds"])
+@pytest.mark.parametrize("num_steps", [1, 9, 300])
+def test_curves_of_a_short_node_equal_those_read_one_by_one(
+    running, store: Store, axis: str, num_steps: int
+) -> None:
+    writer, node, history = running
+    draw, names = random.Random(num_steps), ["a", "b", "nan", "inf", "seconds"]
+    for name in names:
+        values = {step: round(draw.random(), 1) for step in range(5, 5 + num_steps)}
+        odd = {"nan": {5 + num_steps // 2: math.nan}, "inf": {5: math.inf}}
+        log(writer, node, values | odd[name] if name in odd else values, name)
+    writer.end_node(node, NodeEnd("succeeded"))
+    together = history.envelopes(node, [*names, "unknown"], axis=axis, most=8)
+    with History(store) as other:
+        single = {n: other.envelopes(node, [n], axis=axis, most=8)[n] for n in names}
+    assert repr(together) == repr(single)
+    assert {"a", "b"} < envelopes._read_short(history._database, node, names, axis, 8).keys()
+
+
 def test_a_step_has_its_time_and_its_tokens(running, store: Store) -> None:
     writer, node, history = running
     for step in (1, 2, 3):

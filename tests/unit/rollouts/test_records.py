@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.rollouts.records import RolloutRecords, load_rollouts, save_rollouts
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -86,6 +88,24 @@ def test_advantages_belong_to_valid_rollouts(tmp_path):
     assert records.load(12) == [replace(GOOD, advantage=0.25), BAD, replace(GOOD, advantage=-2.0)]
     with pytest.raises(ValueError, match="argument 2 is longer"):
         records.save(12, [GOOD, BAD], advantages=torch.tensor([0.25, -2.0]))
+
+
+def test_logprobs_of_the_trainer_are_those_of_the_completion(tmp_path):
+    """Value t of a row predicts token t + 1; rows are padded to the longest."""
+    longer = replace(GOOD, prompt=replace(PROMPT, token_ids=(1, 2, 3)))
+    logprobs = torch.tensor([[-9.0, -0.5, -0.125, -9.0], [-9.0, -9.0, -0.25, -0.75]])
+    block = InProcess({"prev_logprobs": logprobs.numpy()[::-1]})
+    remote = (
+        RemoteRows.of_blocks([block], [2]).of_column("prev_logprobs").reordered(np.array([1, 0]))
+    )
+    records = RolloutRecords(tmp_path)
+    for step, values in ((1, logprobs), (2, remote)):
+        records.save(step, [GOOD, BAD, longer], trainer_logprobs=values)
+        table = pq.read_table(tmp_path / f"step_{step:06d}.parquet")
+        column = table["trainer_logprobs"]
+        assert column.to_pylist() == [[-0.5, -0.125], [], [-0.25, -0.75]]
+        assert column.type == pa.list_(pa.float32())
+        assert records.load(step) == [GOOD, BAD, longer]
 
 
 def test_messages_of_earlier_versions_are_read(tmp_path):

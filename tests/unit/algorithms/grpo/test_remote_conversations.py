@@ -143,5 +143,6 @@ def test_only_records_fetch_tokens_of_a_step(
         "full_requests",
         "CompletionSource.texts",
         "CompletionSource.tokens",
+        "save_rollouts",
     }
     assert readers.count("CompletionSource.tokens") == NUM_STEPS

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -229,9 +230,15 @@ def test_only_texts_and_records_of_a_step_are_fetched(
 ) -> None:
     """Ranks and engines read their rows; the controller fetches only for records, once per step."""
     readers = noted_readers(monkeypatch)
-    trained(tiny_model, tmp_path / "remote", **VARIANTS[variant])
-    assert set(readers) == {"training_columns", "CompletionSource.texts", "CompletionSource.tokens"}
-    assert readers.count("CompletionSource.tokens") == NUM_STEPS
+    work = trained(tiny_model, tmp_path / "remote", **VARIANTS[variant])
+    of_records = ("CompletionSource.texts", "CompletionSource.tokens", "save_rollouts")
+    assert set(readers) == {"training_columns", *of_records}
+    assert {readers.count(each) for each in of_records[1:]} == {NUM_STEPS}
+    rows = pq.read_table(work / "rollouts" / "step_000001.parquet").to_pylist()
+    for row in rows:
+        engine = [] if row["error"] else row["logprobs"]
+        assert row["trainer_logprobs"] == pytest.approx(engine, abs=1e-4)
+    assert any(row["trainer_logprobs"] for row in rows)
 
 
 @pytest.mark.slow

@@ -113,5 +113,6 @@ def test_only_texts_and_records_of_a_step_are_fetched(
 ) -> None:
     readers = noted_readers(monkeypatch)
     trained(tiny_model, tmp_path / "remote", train_global_batch_size=8)
-    assert set(readers) == {"training_columns", "CompletionSource.texts", "CompletionSource.tokens"}
-    assert readers.count("CompletionSource.tokens") == NUM_STEPS
+    of_records = ("CompletionSource.texts", "CompletionSource.tokens", "save_rollouts")
+    assert set(readers) == {"training_columns", *of_records}
+    assert {readers.count(each) for each in of_records[1:]} == {NUM_STEPS}
