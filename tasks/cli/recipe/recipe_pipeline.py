@@ -6,7 +6,6 @@ from pathlib import Path
 from nemo_rl_core.errors import ConfigError
 from tasks.recipes.recipe_file import RECIPES, read_recipe
 
-
 _SECTIONS = {"distill": "distillation"}
 """Sections of pipelines with another name."""
 
