@@ -162,10 +162,10 @@ MUTANTS: list[Mutant] = [
             'token_mask = batch["token_mask"].bool()',
             'token_mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])',
         ),
-        ('rewards - with_advantages["kl_penalties"]', 'rewards + with_advantages["kl_penalties"]'),
-        ('mask * ~batch["truncated"]', "mask"),
+        ('rewards - episodes["kl_penalties"]', 'rewards + episodes["kl_penalties"]'),
+        ('mask * ~episodes["truncated"][index]', "mask"),
         ("rewards + overlong_penalty(", "rewards - overlong_penalty("),
-        ('rewards = group_centered(rewards, batch["group_ids"])', "pass"),
+        ('rewards = group_centered(rewards, episodes["group_ids"])', "pass"),
         (
             "group_normalized(rewards, group_ids, outcomes=outcomes)",
             "group_normalized(rewards, group_ids)",
