@@ -45,7 +45,7 @@ class AgentCall:
 
 @dataclass
 class ReadTurns:
-    """ReadTurns of a conversation as they are read.
+    """Turns of a conversation as they are read.
 
     Example:
         >>> turns = ReadTurns()

@@ -146,11 +146,11 @@ def _as_rendered(
     last = len(turns) - 1
     prompts = [source.rendered(index, is_open=True) for index in trained]
     if last in trained:
-        ids = _after_prompt(source, prompts[-1], (text, ids), last)
+        ids = _after_prompt(source, prompts[-1], (text, ids))
     mask = [False] * len(ids)
     for index, before in zip(trained, prompts, strict=True):
         is_last = index == last
-        if not is_last and _after_prompt(source, before, (text, ids), index) is not ids:
+        if not is_last and _after_prompt(source, before, (text, ids)) is not ids:
             raise _RewritesPastError
         start = _prefix_length(before, (text, ids), row)
         if is_last:
@@ -203,7 +203,7 @@ def _sampled_turn(source: _Source, index: int) -> tuple[list[int], list[int]]:
     before = source.rendered(index, is_open=True)
     text, ids = source.rendered(index + 1, is_open=False)
     if text.startswith(before[0]):
-        ids = _after_prompt(replace(source, turns=turns), before, (text, ids), index)
+        ids = _after_prompt(replace(source, turns=turns), before, (text, ids))
         start = _prefix_length(before, (text, ids), source.row)
         return ids[:start], ids[start:]
     answer = _guarded_answer(source, turns)
@@ -216,9 +216,13 @@ def _guarded_answer(source: _Source, turns: list[Turn]) -> str:
     prompt, full = source.guarded(past, is_open=True), source.guarded(turns)
     # The last answer may remove reasoning from earlier turns (GPT-OSS's).
     start = prompt.removeprefix(source.guarded(past))
-    marked = source.guarded([*past, {"role": "assistant", "content": MARK}]).partition(MARK)[0]
+    marked, short = (
+        source.guarded([*before, {"role": "assistant", "content": MARK}]).partition(MARK)[0]
+        for before in (past, [{"role": "user", "content": "0"}])
+    )
     opening = "".join(marked.rpartition(start)[:2]) if start else marked
-    if opening and full.startswith(opening):
+    is_last_turn = short.endswith(start + marked.removeprefix(opening))
+    if opening and is_last_turn and full.startswith(opening):
         return full.removeprefix(opening)
     header = prompt.rstrip().removesuffix(START_OF_REASONING)
     if not opens_reasoning(source.tokenizer, turns) or not full.startswith(header):
@@ -238,21 +242,16 @@ def _guarded_answer(source: _Source, turns: list[Turn]) -> str:
     return f"{reasoning}\n{written}" if reasoning else written
 
 
-def _after_prompt(
-    source: _Source, prompt: Rendered, conversation: Rendered, index: int
-) -> list[int]:
+def _after_prompt(source: _Source, prompt: Rendered, conversation: Rendered) -> list[int]:
     """Encodes the answer separately from the prompt that sampling starts from, if necessary.
 
-    The template of Qwen3-Thinking ends prompts with `<think>` and a line break, and writes another
-    line break before `</think>` if the reasoning is empty. Encoded together, both would become one
-    token that is never sampled.
+    A prompt that ends with a line break, and an answer that begins with one, would otherwise share
+    a token that is never sampled.
     """
-    tokenizer, content = source.tokenizer, source.turns[index]["content"]
+    tokenizer = source.tokenizer
     (prompt_text, prompt_ids), (text, ids) = prompt, conversation
-    begins = bool(content) and text.removeprefix(prompt_text).startswith(content)
-    is_split_by_template = text.startswith(prompt_text) and not begins
     if ids[: len(prompt_ids)] == prompt_ids or not (
-        tokenizer.chat_template and is_split_by_template
+        tokenizer.chat_template and text.startswith(prompt_text)
     ):
         return ids
     guarded = source.guarded(source.turns)

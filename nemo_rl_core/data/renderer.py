@@ -61,6 +61,12 @@ class Renderer:
             tokenizer, tokenizer.get_chat_template()
         )
 
+    @property
+    def _control(self) -> frozenset[int]:
+        tokenizer = self._tokenizer
+        control = control_tokens(tokenizer, tokenizer.get_chat_template()).counted
+        return control | {tokenizer.eos_token_id}
+
     def opening(self, turns: Sequence[Turn], *, tools: Tools = (), row: str) -> list[int]:
         """Returns the tokens of a conversation up to the start of the assistant's next turn."""
         tokenizer = self._tokenizer
@@ -129,7 +135,8 @@ class Renderer:
             closing = self._after_mark(past, tools, row, is_open=False)
             if has_calls:
                 end = self._end_of_calls(ids, closing)
-            if last_token in closing[end:]:  # ended like the last turn of a conversation
+            # Ended like the last turn of a conversation; a turn that was cut may end with any text.
+            if last_token in self._control and last_token in closing[end:]:
                 written = closing[end : closing.index(last_token, end) + 1]
                 return ids[end + max(1, _num_shared(ids[end:], written)) :]
         return ids[end + 1 :] if last_token in ids[end : end + 1] else ids[end:]
@@ -159,9 +166,8 @@ class Renderer:
 
     def _end_of_calls(self, ids: list[int], closing: list[int]) -> int:
         """Returns the index of the token that ends a turn with calls."""
-        control = control_tokens(self._tokenizer, self._tokenizer.get_chat_template()).counted
         shared = _num_shared(ids, closing)
-        ends = [index for index, token in enumerate(closing[:shared]) if token in control]
+        ends = [index for index, token in enumerate(closing[:shared]) if token in self._control]
         is_last = ends and not self._tokenizer.decode(closing[ends[-1] + 1 :]).strip()
         return ends[-1] if is_last else shared
 

@@ -56,7 +56,7 @@ def refuse_unwritten(
         return
     for index in trained:
         _refuse_lost_reasoning(tokenizer, turns[: index + 1], row)
-    if not refuse_silent_turns(tokenizer, turns, row):
+    if not refuse_silent_turns(tokenizer, turns, row, trained=trained):
         return
     _refuse_doubled_tags(tokenizer, turns, row)
     for index, turn in enumerate(turns):
@@ -69,8 +69,14 @@ def refuse_unwritten(
             raise _unwritten(row, turn, "tool_calls", fix)
 
 
-def refuse_silent_turns(tokenizer: Any, turns: Sequence[Turn], row: str) -> bool:
+def refuse_silent_turns(
+    tokenizer: Any, turns: Sequence[Turn], row: str, *, trained: Sequence[int] = ()
+) -> bool:
     """Raises if the chat template does not write a turn with these roles.
+
+    Args:
+        trained: Indices of turns that may be written only while no others follow (GPT-OSS's texts
+            before calls).
 
     Returns:
         Whether turns have other keys or roles than those that every template writes.
@@ -80,8 +86,11 @@ def refuse_silent_turns(tokenizer: Any, turns: Sequence[Turn], row: str) -> bool
     # Every template writes these.
     if roles == alternating and all(turn.keys() <= {"role", "content"} for turn in turns):
         return False
-    for index in _silent_turns(tokenizer, tokenizer.get_chat_template(), roles):
-        if str(turns[index].get("content") or "").strip():
+    template = tokenizer.get_chat_template()
+    for index in _silent_turns(tokenizer, template, roles):
+        last = roles[: index + 1] if index in trained else roles
+        is_silent = index in _silent_turns(tokenizer, template, last)
+        if is_silent and str(turns[index].get("content") or "").strip():
             raise _unwritten(row, turns[index], "text", "remove it from the row")
     return True
 

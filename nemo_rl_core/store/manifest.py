@@ -158,7 +158,8 @@ class Manifest(_Record):
         git_commit: Commit of the code; None outside of a repository, as is `git_dirty`.
         choices: Values chosen for settings that are `auto`, by their paths in a recipe:
             `{"training.attention": "varlen"}`. Of an exported model, the quantization of the base
-            of its adapters: `{"training.weights": "4bit"}`.
+            of its adapters: `{"training.weights": "4bit"}`. With a chat template that rewrites past
+            turns, `rollouts.history`.
         model_code: Sha256 of each Python file of a model with code that workers may run.
         run: The run on a cluster that made it; None for local runs, which the history records.
         created_at: Creation time in UTC, ISO 8601.

@@ -370,9 +370,12 @@ class BaseTrainer(ABC, Generic[S, C]):
                 for step in left:
                     self._run_step(step, steps, loop, hooks, validation)
             hooks.call("on_fit_end")
-            # A custom trainer may have no policy, and a custom policy no choices.
-            choices = getattr(getattr(self, "policy", None), "choices", {})
-            return loop.finish(peak_memory_gib=self._peak_memory_gib(), choices=choices)
+            return loop.finish(peak_memory_gib=self._peak_memory_gib(), choices=self._choices())
+
+    def _choices(self) -> dict[str, str]:
+        """Returns the values chosen for settings, by their paths in a recipe."""
+        # A custom trainer may have no policy, and a custom policy no choices.
+        return dict(getattr(getattr(self, "policy", None), "choices", {}))
 
     def _run_step(
         self,

@@ -5,7 +5,7 @@ They sample, score and record rollouts, and make one or more optimizer steps per
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar, cast
@@ -21,11 +21,12 @@ from nemo_rl_core.data.pretrained import (
     load_tokenizer,
     sampling_length,
 )
+from nemo_rl_core.data.renderer import Renderer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
 from nemo_rl_core.environments.needs import refuse_incomplete_rows
 from nemo_rl_core.environments.rewards.retries import num_retries
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, DataError
 from nemo_rl_core.evals.evaluate import greedy_rollouts
 from nemo_rl_core.evals.metrics import accuracy_metrics
 from nemo_rl_core.functional.masked import num_trained_sequences
@@ -112,6 +113,15 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         self._num_restarts = self.sampler.num_restarts  # a scorer may have been used before
         if spec.validation is not None:
             self._held_out = self._prompts(spec, spec.validation)
+
+    def _choices(self) -> dict[str, str]:
+        choices = super()._choices()
+        if self.sampler is not None and self.sampler.plays_episodes:
+            with suppress(DataError):  # an agent of one turn may have a template for one turn
+                if Renderer(self.sampler.tokenizer).rewrites_history:
+                    kept = self.settings.rollouts.history
+                    choices["rollouts.history"] = f"{kept}: the chat template rewrites past turns"
+        return choices
 
     def _before_save(self) -> None:
         self.records.finish()

@@ -5,9 +5,11 @@ from nemo_rl_core.algorithms.grpo.config import GRPOSchedule
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig
 from nemo_rl_core.config.environment import EnvironmentConfig, reads_reward_model
 from nemo_rl_core.config.generation import SamplingConfig
+from nemo_rl_core.config.multi_turn import ToolUse
 from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.config.trainer import refuse_without_scalar_head
 from nemo_rl_core.config.training import Head
+from nemo_rl_core.errors import ConfigError
 from tasks.recipes.grpo import refuse_unfit
 from tasks.recipes.pairs import PairRecipe
 
@@ -36,9 +38,21 @@ class PostTrainRecipe(PairRecipe):
         return ["lm", "scalar"]
 
     def refuse_contradictions(self) -> None:
-        """Refuses settings of GRPO that do not fit, and a reward model without a scalar head."""
+        """Refuses unfit settings of GRPO, a missing scalar head, and tools that only SFT shows."""
         refuse_without_scalar_head(self.training)
         refuse_unfit(self.grpo, self.grpo_reward, self)
+        shown, sampled = (
+            [*each.tools] if isinstance(each, ToolUse) else []
+            for each in (self.environment, self.grpo_reward)
+        )
+        if self.sft is not None and shown != sampled:
+            raise ConfigError(
+                "the supervised start shows the tools of environment, and GRPO those of "
+                "grpo_reward",
+                expected="the same tools in both",
+                got=f"{len(shown)} tools in environment, {len(sampled)} in grpo_reward",
+                fix="give both the same tools, or set sft: null",
+            )
 
     @property
     def samplings(self) -> list[tuple[SamplingConfig, EnvironmentConfig, str]]:

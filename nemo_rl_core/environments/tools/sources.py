@@ -209,8 +209,10 @@ def _function_source(config: FunctionTool) -> ToolSource:
         ) from error
     methods = {
         name: method
-        for name, method in inspect.getmembers(target, inspect.isfunction)
-        if not name.startswith("_") and name not in ("reset", "close")
+        for name, method in inspect.getmembers(target)
+        if (inspect.isfunction(method) or inspect.ismethod(method))
+        and not name.startswith("_")
+        and name not in ("reset", "close")
     }
     if not methods:
         raise ConfigError(

@@ -6,6 +6,9 @@ from pathlib import Path
 from nemo_rl_core.errors import ConfigError
 from tasks.recipes.recipe_file import RECIPES, read_recipe
 
+_SECTIONS = {"distill": "distillation"}
+"""Sections of pipelines with another name."""
+
 
 def pipeline_of(recipe: str, pipelines: Collection[str]) -> str:
     """Returns the pipeline of a recipe, from its name or that of its base recipe."""
@@ -19,7 +22,9 @@ def pipeline_of(recipe: str, pipelines: Collection[str]) -> str:
         path = Path(named) if named.endswith((".yaml", ".yml")) else RECIPES / f"{named}.yaml"
         values = read_recipe(path) if path.is_file() else {}
         named = str(values.get("recipe", named))
-        sections = [name for name in pipelines if name in values]
+        sections = [name for name in pipelines if _SECTIONS.get(name, name) in values]
+        # A supervised start is a part of other pipelines.
+        sections = [name for name in sections if name != "sft"] or sections
         if named in seen and len(sections) == 1:
             return sections[0]
     raise ConfigError(

@@ -1,7 +1,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -59,6 +59,7 @@ def test_training_ends_with_the_end_of_turn_and_not_its_line_break(byte_bpe: Any
     assert _trained_text(byte_bpe, "What?", "forty-six") == "forty-six<|im_end|>"
 
 
+@settings(deadline=None)
 @given(prompt=st.text(max_size=30), completion=st.text(min_size=1, max_size=30))
 def test_the_mask_covers_only_the_completion_and_eos(
     byte_bpe: Any, prompt: str, completion: str

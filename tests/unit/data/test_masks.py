@@ -216,20 +216,28 @@ def test_turns_stay_as_sampled_if_the_template_drops_their_reasoning_later(
     ]
 
 
-def test_a_border_inside_a_token_is_refused(byte_tokenizer: Callable[[str], Any]) -> None:
+def test_an_answer_that_shares_a_token_with_its_prompt_is_encoded_after_it(
+    byte_tokenizer: Callable[[str], Any], runs: Callable[..., Any]
+) -> None:
     core = byte_tokenizer("none").backend_tokenizer
-    # "]b" is one token, so an answer that begins with b begins inside a token.
-    core.add_tokens(["]b"])
+    core.add_tokens(["\n\n"])  # as in the vocabulary of Qwen
     template = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}]"
-        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|endoftext|>", chat_template=template
+        tokenizer_object=core, eos_token="<|im_end|>", chat_template=template
     )
-    with pytest.raises(DataError, match="tokenized differently"):
-        conversation_example(tokenizer, [user("a"), assistant("bc")])
-    assert conversation_example(tokenizer, [user("a"), assistant("c")]).num_trained_tokens == 2
+    turns = [user("a"), assistant("\nb"), user("c"), assistant("\nd")]
+    example = conversation_example(tokenizer, turns)
+    assert runs(tokenizer, example) == [
+        (False, "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "\nb<|im_end|>"),
+        (False, "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "\nd<|im_end|>"),
+    ]
+    prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
+    assert list(example.token_ids[: len(prompt)]) == prompt
 
 
 # Qwen3-Thinking: prompts open the reasoning, and an answer without reasoning closes it.

@@ -57,6 +57,9 @@ def test_a_reply_closes_the_turn_and_opens_the_next(chat, role, named):
     # The policy's stop token is not repeated; a turn that ended without it is closed.
     assert reply(chat, role, "2", end) == f"\n<|{named}|>2<end>\n<|assistant|>"
     assert reply(chat, role, "2", one) == f"<end>\n<|{named}|>2<end>\n<|assistant|>"
+    # Also one that was cut after a line break, which the template writes after the end.
+    line_break = chat.convert_tokens_to_ids("\n")
+    assert reply(chat, role, "2", line_break) == f"<end>\n<|{named}|>2<end>\n<|assistant|>"
 
 
 @pytest.mark.parametrize("chat", [CHATML], indirect=True)

@@ -394,6 +394,16 @@ def test_schemas_are_those_of_transformers() -> None:
     ]
 
 
+def test_methods_of_a_class_without_an_object_are_tools_too() -> None:
+    made = environment("Names")
+    names = [schema["function"]["name"] for schema in made.tools]
+    assert names == ["of_nobody", "of_the_class"]
+    assert contents(made, call("of_the_class", {}), call("of_nobody", {})) == [
+        ("Names", "answered"),
+        ("nobody", "answered"),
+    ]
+
+
 def test_the_source_of_a_tool_is_part_of_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

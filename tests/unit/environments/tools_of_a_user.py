@@ -124,3 +124,17 @@ def without_docstring(query: str) -> str:
 
 def few_calls(completion: str, answer: str, messages: list[dict[str, Any]]) -> float:
     return (completion == answer) / len(messages)
+
+
+class Names:
+    """Names without an object."""
+
+    @staticmethod
+    def of_nobody() -> str:
+        """Returns nobody's name."""
+        return "nobody"
+
+    @classmethod
+    def of_the_class(cls) -> str:
+        """Returns the name of the class."""
+        return cls.__name__

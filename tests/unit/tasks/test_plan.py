@@ -160,6 +160,16 @@ def test_a_backend_without_a_scalar_head_trains_no_critic_or_reward_model(
         config.refuse_contradictions()
 
 
+def test_the_supervised_start_of_a_post_training_shows_the_tools_of_grpo() -> None:
+    tools = {"kind": "tools", "tools": [{"kind": "calculator"}]}
+    room = {"rollouts": {"max_turns": 2, "max_rollout_tokens": 32}}
+    values = {"recipe": "post_train_arithmetic", "grpo_reward": tools, **room}
+    with pytest.raises(ConfigError, match="supervised start shows the tools of environment"):
+        PostTrainRecipe.model_validate(values).refuse_contradictions()
+    PostTrainRecipe.model_validate({**values, "environment": tools}).refuse_contradictions()
+    PostTrainRecipe.model_validate({**values, "sft": None}).refuse_contradictions()
+
+
 @pytest.mark.parametrize(
     ("changes", "is_on_pairs", "per_token"),
     [

@@ -173,6 +173,10 @@ def test_the_pipeline_follows_from_name_base_or_section(tmp_path: Path) -> None:
     assert pipeline_of("reward_model_arithmetic", cli.PIPELINES) == "reward_model"
     assert pipeline_of(str(based), cli.PIPELINES) == "post_train"
     assert pipeline_of(str(bare), cli.PIPELINES) == "dpo"
+    bare.write_text("sft: {num_steps: 5}\ndistillation: {num_iterations: 1}\n")
+    assert pipeline_of(str(bare), cli.PIPELINES) == "distill"
+    bare.write_text("sft: {num_steps: 5}\n")
+    assert pipeline_of(str(bare), cli.PIPELINES) == "sft"
     with pytest.raises(ConfigError, match="not clear which pipeline"):
         pipeline_of(str(unclear), cli.PIPELINES)
     assert invoked(unclear, "cluster.shape=one_gpu", "--pipeline", "sft").exit_code == 0
