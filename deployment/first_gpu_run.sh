@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the first hour on a GPU shows, in one report (docs/gpu-checks.md):
+# What the first hour on a GPU shows, in one report (tests/gpu/README.md):
 #   deployment/first_gpu_run.sh [--python PYTHON] [--steps NAME,NAME...] [--report FILE]
 # --python names the Python of an environment that has everything; by default the lock for GPUs is
 # installed in .venv-gpu. The report has neither names of hosts and users nor the environment.

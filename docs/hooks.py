@@ -65,7 +65,12 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Points at the site's copies of screenshots, which lie outside `docs/` in the repository."""
+    """Points at the site's copies of screenshots, which are outside of `docs/` in the repository.
+
+    The search shows hand-written pages above generated ones that match as well.
+    """
+    if page.file.src_uri.startswith("reference/"):
+        page.meta["search"] = {"boost": 0.3 if "/api/" in page.file.src_uri else 0.7}
     up = "../" * page.file.src_uri.count("/")
     return re.sub(rf"\]\((\.\./)+{SCREENSHOTS}/", f"]({up}{SCREENSHOTS}/", markdown)
 

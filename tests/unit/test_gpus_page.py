@@ -1,4 +1,4 @@
-"""docs/gpu-checks.md and tests/gpu/README.md: every default and problem names existing tests."""
+"""tests/gpu/README.md: every default and problem names existing tests."""
 
 import ast
 import re
@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 from tests.documents import REPOSITORY
 
-PAGE = "\n".join(
-    (REPOSITORY / path).read_text() for path in ("docs/gpu-checks.md", "tests/gpu/README.md")
-)
+PAGE = (REPOSITORY / "tests/gpu/README.md").read_text()
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 NUM_POINTS, NUM_DEFAULTS = 15, 14
 

@@ -87,13 +87,12 @@ def test_metrics_of_every_step_are_kept(first_run: Run) -> None:
             # Rollouts have at most 3 tokens, and a step has 16 of them.
             assert 1 <= line["completion_length"] <= 3
             assert line["num_valid_tokens"] == line["completion_length"] * 16
-    page = (Path(__file__).parents[2] / "docs/algorithms/grpo.md").read_text()
-    table = page.partition("Metrics of every step:\n")[2].partition("\nWith a KL penalty")[0]
-    clipped = {"clip_fraction_low", "clip_fraction_high"}  # metrics of the recipe's loss
-    listed = set(re.findall(r"`(\w+)`", table)) | clipped
-    assert listed - {name for name in listed if name.endswith(("_seconds", "_per_second"))} == (
-        metrics[-1].keys() - {"global_step", "kl"}
-    )
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    tables = page.partition("## Rewards and completions\n")[2].partition("## Other algorithms")[0]
+    listed = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"(?m)^\|([^|]+)\|", tables))))
+    optional = {"num_turns", "importance_weight", "importance_cut_fraction"}
+    timed = {name for name in metrics[-1] if name.endswith(("_seconds", "_per_second"))}
+    assert listed - optional == metrics[-1].keys() - timed - {"global_step"}
 
 
 def test_the_same_command_again_runs_nothing(

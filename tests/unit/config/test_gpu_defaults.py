@@ -1,4 +1,4 @@
-"""Defaults of a recipe with GPUs: the table of docs/gpu-checks.md."""
+"""Defaults of a recipe with GPUs: the table of tests/gpu/README.md."""
 
 import torch
 

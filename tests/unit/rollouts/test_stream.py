@@ -22,13 +22,11 @@ from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import RewardError, WorkerError, WorkerLostError
 from nemo_rl_core.models.generation import remote_completions
 from nemo_rl_core.models.generation.streaming import KeptCompletion
-from nemo_rl_core.rollouts import stream as stream_module
 from nemo_rl_core.rollouts.engine import SingleTurnEpisode
 from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.types import Completion, Prompt, Rollout
-from tests.commands import REPOSITORY
 
 SECONDS = 500.0
 NUM_TURNS = 3
@@ -489,11 +487,3 @@ def test_completions_that_arrive_during_scoring_do_not_time_out(engine: Engine, 
             stream.take(step)
     assert errors == {1: [None], 2: [None]}
     assert len(engine.priorities) == 2  # none was requested again
-
-
-def test_the_page_names_the_polling_intervals() -> None:
-    page = " ".join((REPOSITORY / "docs/asynchronous.md").read_text().split())
-    turns, draws = stream_module._TURN_POLL_SECONDS, stream_module._DRAW_POLL_SECONDS
-    assert f"every {turns:g} s for turns and every {draws:g} s for single turns" in page
-    assert stream_module._AWAITED_POLL_SECONDS == 0.001
-    assert "while the trainer waits for rollouts, every millisecond" in page

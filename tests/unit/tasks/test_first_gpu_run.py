@@ -180,7 +180,7 @@ def test_python_and_report_are_found_from_any_folder(
 def test_commands_of_the_page_name_existing_steps(machine: dict[str, str], tmp_path: Path) -> None:
     program(tmp_path / "bin" / "nvidia-smi", SMI)
     python = program(tmp_path / "python", PYTHON)
-    page = (REPOSITORY / "docs" / "gpu-checks.md").read_text()
+    page = (REPOSITORY / "tests" / "gpu" / "README.md").read_text()
     commands = re.findall(r"^deployment/first_gpu_run.sh (--steps [\w,]+)", page, re.MULTILINE)
     assert commands
     for command in commands:
@@ -227,7 +227,7 @@ def test_names_of_machines_and_people_are_replaced(
 
 
 def test_the_page_and_the_report_have_the_same_steps(reporting: ModuleType) -> None:
-    page = (REPOSITORY / "docs" / "gpu-checks.md").read_text()
+    page = (REPOSITORY / "tests" / "gpu" / "README.md").read_text()
     table = page.split("## The first hour")[1].split("##")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == STEPS
     assert list(reporting.EXPECTED) == STEPS
