@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from nemo_rl_core.data.json_values import parsed
-from nemo_rl_core.distributed.remote_columns import RemoteRows
+from nemo_rl_core.distributed.batched_data_dict import RemoteRows
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.types import Completion, Prompt, Rollout

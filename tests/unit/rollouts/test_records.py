@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRows
+from nemo_rl_core.distributed.batched_data_dict import InProcess, RemoteRows
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.rollouts.records import RolloutRecords, load_rollouts, save_rollouts
 from nemo_rl_core.types import Completion, Prompt, Rollout

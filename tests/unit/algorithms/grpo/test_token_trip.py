@@ -22,8 +22,8 @@ import nemo_rl_core
 from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.distributed.batched_data_dict import InProcess, RemoteRow, RemoteRows
 from nemo_rl_core.distributed.event_loop import event_loop
-from nemo_rl_core.distributed.remote_columns import InProcess, RemoteRow, RemoteRows
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.rollouts.multi_turn import EpisodeRollouts
@@ -37,7 +37,7 @@ from tests.unit.algorithms.grpo.test_remote_training import GRPO, InProcessTrain
 ROOT = Path(nemo_rl_core.__file__).parent.parent
 ENGINE = "nemo_rl_core/backends/decoding/"
 """Samples the token; counted is what happens to it after that."""
-MAX_FILES = 12
+MAX_FILES = 11
 NUM_WORDS = 4000
 
 
@@ -156,8 +156,7 @@ def recorded(model: Path, folder: Path) -> Any:
         reference=model,
         scorer=EnvironmentScorer(AsksAgain()),
     )
-    result = trainer.run(spec)
-    assert result.choices["rollouts.history"].startswith("as_sampled: the chat template rewrites")
+    trainer.run(spec)
     return RolloutRecords(folder / "work" / "rollouts").load(2)[0]
 
 
