@@ -24,7 +24,7 @@ def cache_reference_logprobs(
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.dpo.reference import reference_logprobs
-        from nemo_rl_core.data.pair_files import save_logprobs
+        from nemo_rl_core.data.pairs import save_logprobs
 
         scored = reference_logprobs(
             reference.model_folder, pairs.folder, connect(config.cluster), settings=config

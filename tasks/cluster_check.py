@@ -25,8 +25,7 @@ from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry import notices
 from tasks.flyte import local
 from tasks.pods import pods
-from tasks.pods.check_line import CheckLine
-from tasks.pods.node_room import node_lines
+from tasks.pods.node_room import CheckLine, node_lines
 from tasks.pods.resources import GENERATE, PLAIN, TRAIN, Kind
 from tasks.pods.shapes import Shape, one_gpu, shape_of
 from tasks.ray_cluster.experimental.ray_job_api import RayJobApi

@@ -9,8 +9,7 @@ from nemo_rl_core.distributed.session import connect
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html
-from nemo_rl_core.telemetry.decks import figures_html
-from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
+from nemo_rl_core.telemetry.decks import figures_html, sampled_figures, with_interval
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, EvalReport, Evaluation
 from tasks.pods.resources import GENERATE
 from tasks.recipes.common import EvaluationTaskConfig

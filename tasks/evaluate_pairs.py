@@ -6,7 +6,7 @@ from pathlib import Path
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html
-from nemo_rl_core.telemetry.intervals import with_interval
+from nemo_rl_core.telemetry.decks import with_interval
 from tasks.artifacts import Checkpoint, Dataset, EvalReport, Evaluation, Logprobs
 from tasks.pods.resources import DATA
 from tasks.recipes.verdict import PairEvaluationTaskConfig
@@ -29,12 +29,12 @@ def evaluate_pairs(
     def work(folder: Path) -> StageResult:
         import pandas as pd
 
-        from nemo_rl_core.data.frame_faults import check_frame
+        from nemo_rl_core.data.frames import check_frame
         from nemo_rl_core.data.loader import load_records
-        from nemo_rl_core.data.pair_files import load_pairs
+        from nemo_rl_core.data.pairs import load_pairs
         from nemo_rl_core.data.pretrained import load_tokenizer
         from nemo_rl_core.data.record_frames import PairEvalSchema
-        from nemo_rl_core.evals.pairs import pair_metrics, pair_scores
+        from nemo_rl_core.evals.comparison import pair_metrics, pair_scores
 
         logprobs = [load_records(each.folder) for each in (start, trained)]
         tokenizer = load_tokenizer(checkpoint.model_folder)

@@ -45,7 +45,7 @@ def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dat
             policy=data,
         )
         save_rows(rows, folder)
-        deck = completions_html(records(rows.head(20)))
+        deck = completions_html(records(rows.slice(0, 20).to_pandas()))
         return StageResult("dataset", "parquet", f"{len(rows)} questions", deck=deck)
 
     fields = make(

@@ -24,7 +24,7 @@ def evaluate_reward_model(
     def work(folder: Path) -> StageResult:
         import pandas as pd
 
-        from nemo_rl_core.data.frame_faults import check_frame
+        from nemo_rl_core.data.frames import check_frame
         from nemo_rl_core.data.record_frames import PairEvalSchema
         from nemo_rl_core.evals.reward_model import evaluate_reward_model as evaluate
 

@@ -30,10 +30,11 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
     """Reads or generates the rows, and refuses bad ones by number."""
     from nemo_rl_core.data.chunks import column_names
     from nemo_rl_core.data.datasets import load_parts
+    from nemo_rl_core.data.frames import row_kind
     from nemo_rl_core.data.loader import save_rows
     from nemo_rl_core.data.pretrained import context_length, load_tokenizer
     from nemo_rl_core.data.row_kinds import kind_of_row
-    from nemo_rl_core.data.schemas import check_disjoint, checked_rows, row_kind
+    from nemo_rl_core.data.schemas import check_disjoint, checked_rows
 
     parts = load_parts(config.data, seed=config.seed or 0)
     refuse_changed(config.data, config.content)
@@ -57,7 +58,7 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
                 context_length=context_length(tokenizer.folder) if is_trained_on(rows) else None,
             )
             save_rows(checked, folder)
-            deck = completions_html(records(checked.head(20)))
+            deck = completions_html(records(checked.slice(0, 20).to_pandas()))
             dropped = f", {len(rows) - len(checked)} dropped" if len(checked) < len(rows) else ""
             return StageResult(
                 "dataset", "parquet", f"{name} {len(checked)} rows{dropped}", deck=deck

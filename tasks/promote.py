@@ -69,7 +69,7 @@ def compare_pair_report(report: EvalReport, *, confidence: float) -> Comparison:
     """Returns the verdict on the held-out pairs of `evaluate_pairs`."""
     import pyarrow.parquet as pq
 
-    from nemo_rl_core.evals.pairs import compare_pairs
+    from nemo_rl_core.evals.comparison import compare_pairs
 
     rows = pq.read_table(report.folder / "rows.parquet").to_pylist()
     return compare_pairs(rows, confidence=confidence)

@@ -19,7 +19,7 @@ def sample_pairs(
     """Samples, scores, and keeps the best and the worst completion of each prompt."""
 
     def work(folder: Path) -> StageResult:
-        from nemo_rl_core.data.pair_files import save_pairs
+        from nemo_rl_core.data.pairs import save_pairs
         from nemo_rl_core.rollouts.pairs import sample_pairs as sample
 
         sampled = sample(

@@ -20,8 +20,7 @@ def tokenize_pairs(tokenizer: Tokenizer, rows: Dataset) -> Dataset:
     """Renders every pair with the model's chat template, and masks everything but the answers."""
 
     def work(folder: Path) -> StageResult:
-        from nemo_rl_core.data.pair_files import save_pairs
-        from nemo_rl_core.data.pairs import tokenized_pairs
+        from nemo_rl_core.data.pairs import save_pairs, tokenized_pairs
         from nemo_rl_core.data.pretrained import load_tokenizer
 
         pairs = tokenized_pairs(rows.folder, load_tokenizer(tokenizer.folder))

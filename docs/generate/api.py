@@ -40,7 +40,15 @@ PAGES: dict[str, tuple[str, Sequence[str]]] = {
             "nemo_rl_core.environments.sandbox",
         ],
     ),
-    "data": ("Data", ["nemo_rl_core.data.schemas", "nemo_rl_core.data.loader"]),
+    "data": (
+        "Data",
+        [
+            "nemo_rl_core.data.frames",
+            "nemo_rl_core.data.record_frames",
+            "nemo_rl_core.data.schemas",
+            "nemo_rl_core.data.loader",
+        ],
+    ),
     "models": (
         "Policies and engines",
         ["nemo_rl_core.models", "nemo_rl_core.models.generation", "nemo_rl_core.models.validation"],
@@ -50,7 +58,6 @@ PAGES: dict[str, tuple[str, Sequence[str]]] = {
         "Statistics",
         [
             "nemo_rl_core.evals.statistics",
-            "nemo_rl_core.evals.pass_at_k",
             "nemo_rl_core.evals.comparison",
         ],
     ),

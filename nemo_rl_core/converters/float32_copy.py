@@ -154,9 +154,7 @@ def _write_weights(
 
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     divided = split_torch_state_dict_into_shards(
-        empty,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=_MAX_FILE_SIZE,
+        empty, filename_pattern="model{suffix}.safetensors", max_shard_size=_MAX_FILE_SIZE
     )
     for file, names in divided.filename_to_tensors.items():
         write_float32(folder / file, {name: shapes[name] for name in names}, read)

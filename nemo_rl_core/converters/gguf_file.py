@@ -6,7 +6,6 @@ bfloat16; for quantization, use llama.cpp's `llama-quantize`.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -44,53 +43,6 @@ _NO_TEXT: Final = "\u00ff"
 """The byte 0xff in GPT-2's alphabet, which no UTF-8 text has."""
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
-
-
-@dataclass
-class GGUFTokens:
-    """Tokens in the order of their ids, and the rules of tokenization.
-
-    Attributes:
-        texts: Texts in GPT-2's byte alphabet, except control tokens.
-        types: GGUF's `TokenType` of each token.
-        special: Ids of those of `bos`, `eos`, `pad` and `unk` that exist.
-    """
-
-    texts: list[str]
-    types: list[int]
-    merges: list[str]
-    pre_tokenizer: str
-    special: dict[str, int]
-    adds_bos: bool
-    chat_template: str | None
-
-    def pad(self, num_rows: int) -> None:
-        """Adds unused tokens up to the number of rows of the model."""
-        for row in range(len(self.texts), num_rows):
-            self.texts.append(f"[PAD{row}]")
-            self.types.append(_UNUSED)
-
-
-def read_tokens(folder: Path, tokenizer: Any) -> GGUFTokens:
-    """Reads a byte-level BPE tokenizer of transformers; refuses other kinds."""
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    special = {
-        name: getattr(tokenizer, f"{name}_token_id")
-        for name in ("bos", "eos", "pad", "unk")
-        if getattr(tokenizer, f"{name}_token_id") is not None
-    }
-    pre_tokenizer = _pre_tokenizer(folder, state)
-    texts, types = _texts_and_types(tokenizer, state)
-    merges = state["model"].get("merges") or []
-    return GGUFTokens(
-        texts=texts,
-        types=types,
-        merges=[pair if isinstance(pair, str) else " ".join(pair) for pair in merges],
-        pre_tokenizer=pre_tokenizer,
-        special=special,
-        adds_bos=tokenizer("1")["input_ids"][:1] == [tokenizer.bos_token_id],
-        chat_template=tokenizer.chat_template,
-    )
 
 
 def _texts_and_types(tokenizer: Any, state: dict[str, Any]) -> tuple[list[str], list[int]]:
@@ -155,12 +107,11 @@ def write_gguf(model_folder: Path, target: Path, *, dtype: GGUFType = "float32")
         raise StoreError(
             f"{target} exists", expected="a new file", fix="remove it, or name another file"
         )
-    tokens = read_tokens(model_folder, load_tokenizer(model_folder))
     part = target.with_name(target.name + ".part")
     writer = gguf.GGUFWriter(part, architecture)
     try:
-        _add_config(writer, model_folder, tokens)
-        _add_tokens(writer, tokens)
+        num_rows = _add_config(writer, model_folder)
+        _add_tokens(writer, model_folder, num_rows)
         count = 0
         for name, tensor in _tensors(model_folder, architecture):
             _add_tensor(writer, name, tensor, dtype)
@@ -193,7 +144,8 @@ def _architecture(folder: Path) -> str:
     return architecture
 
 
-def _add_config(writer: Any, folder: Path, tokens: GGUFTokens) -> None:
+def _add_config(writer: Any, folder: Path) -> int:
+    """Adds the sizes of a model; returns the number of rows of its vocabulary."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -220,28 +172,35 @@ def _add_config(writer: Any, folder: Path, tokens: GGUFTokens) -> None:
     writer.add_rope_freq_base(float(positions.get("rope_theta", 10_000.0)))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    if len(tokens.texts) > config.vocab_size:
+    return int(config.vocab_size)
+
+
+def _add_tokens(writer: Any, folder: Path, num_rows: int) -> None:
+    """Adds a byte-level BPE tokenizer of transformers; refuses other kinds."""
+    tokenizer = load_tokenizer(folder)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_pre_tokenizer(folder, state))
+    texts, types = _texts_and_types(tokenizer, state)
+    if len(texts) > num_rows:
         raise ModelError(
             f"the tokenizer of {folder.name!r} has tokens that the model does not",
-            expected=f"{config.vocab_size} tokens at most (vocab_size in config.json)",
-            got=str(len(tokens.texts)),
+            expected=f"{num_rows} tokens at most (vocab_size in config.json)",
+            got=str(len(texts)),
             fix="name a folder whose tokenizer belongs to its model",
         )
     # Padding rows of the vocabulary need placeholder tokens.
-    tokens.pad(config.vocab_size)
-
-
-def _add_tokens(writer: Any, tokens: GGUFTokens) -> None:
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(tokens.pre_tokenizer)
-    writer.add_token_list(tokens.texts)
-    writer.add_token_types(tokens.types)
-    writer.add_token_merges(tokens.merges)
-    for name, token_id in tokens.special.items():
-        getattr(writer, f"add_{name}_token_id")(token_id)
-    writer.add_add_bos_token(tokens.adds_bos)
-    if tokens.chat_template:
-        writer.add_chat_template(tokens.chat_template)
+    padding = range(len(texts), num_rows)
+    writer.add_token_list([*texts, *(f"[PAD{row}]" for row in padding)])
+    writer.add_token_types([*types, *(_UNUSED for _ in padding)])
+    merges = state["model"].get("merges") or []
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
+    for name in ("bos", "eos", "pad", "unk"):
+        if (token_id := getattr(tokenizer, f"{name}_token_id")) is not None:
+            getattr(writer, f"add_{name}_token_id")(token_id)
+    writer.add_add_bos_token(tokenizer("1")["input_ids"][:1] == [tokenizer.bos_token_id])
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
 
 
 def _tensors(folder: Path, architecture: str) -> Iterator[tuple[str, torch.Tensor]]:

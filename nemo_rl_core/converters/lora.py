@@ -15,12 +15,7 @@ from nemo_rl_core.converters.folders import StoredWeights, new_folder, require_f
 from nemo_rl_core.data.pretrained import copy_description, read_model_json
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.model_files.loading import empty_model
-from nemo_rl_core.model_files.weights import (
-    check_folder,
-    match_stored,
-    plain_name,
-    plain_weights,
-)
+from nemo_rl_core.model_files.weights import check_folder, match_stored, plain_name, plain_weights
 
 _PEFT = "base_model.model."
 _HALVES = ("lora_A", "lora_B")

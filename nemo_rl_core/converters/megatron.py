@@ -25,7 +25,6 @@ def hf_to_megatron(
     *,
     training: MegatronTraining = _ONE_RANK,
     dtype: DType = "float32",
-    num_ranks: int | None = None,
 ) -> None:
     """Writes a Megatron checkpoint with the weights of a transformers folder.
 
@@ -34,7 +33,6 @@ def hf_to_megatron(
         training: Layout of the writing ranks; any other layout can read the checkpoint.
         dtype: Dtype of the weights in the checkpoint. A narrower dtype than the source's loses
             bits.
-        num_ranks: Number of processes; None is the number for one copy of the model.
     """
     require_folder(model_folder, "config.json")
     _refuse_unfit(model_folder, training, may_be_of_bridge=False)
@@ -53,7 +51,7 @@ def hf_to_megatron(
     with new_folder(target) as folder:
         (folder / "model").mkdir()
         copy_description(model_folder, folder / "model", dtype=dtype)
-        run_ranks(convert, folder, world_size=num_ranks or num_ranks_of(training))
+        run_ranks(convert, folder, world_size=num_ranks_of(training))
 
 
 def megatron_to_hf(
@@ -62,7 +60,6 @@ def megatron_to_hf(
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     training: MegatronTraining = _ONE_RANK,
-    num_ranks: int | None = None,
 ) -> None:
     """Writes a transformers folder with the weights of a checkpoint's `trainer/`.
 
@@ -91,7 +88,7 @@ def megatron_to_hf(
 
     with new_folder(target) as folder:
         copy_description(checkpoint / "model", folder, dtype=dtype)
-        run_ranks(convert, folder, world_size=num_ranks or num_ranks_of(training))
+        run_ranks(convert, folder, world_size=num_ranks_of(training))
 
 
 def is_megatron_checkpoint(folder: Path) -> bool:

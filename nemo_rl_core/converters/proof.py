@@ -41,12 +41,7 @@ class ConversionReport:
 
 
 def prove(
-    source: Path,
-    converted: Path,
-    rows: Sequence[Sequence[int]],
-    *,
-    tolerance: float = 1e-4,
-    training: MegatronTraining = _ONE_RANK,
+    source: Path, converted: Path, rows: Sequence[Sequence[int]], *, tolerance: float = 1e-4
 ) -> ConversionReport:
     """Compares a transformers folder and a Megatron checkpoint: all tensors, and logprobs of rows.
 
@@ -66,9 +61,9 @@ def prove(
     batch = collate(rows, [[True] * len(row) for row in rows])
 
     def compare() -> tuple[int, str | None, torch.Tensor | None]:
-        return compare_conversion(folder, checkpoint, batch, training)
+        return compare_conversion(folder, checkpoint, batch, _ONE_RANK)
 
-    results = run_ranks(compare, world_size=num_ranks_of(training))
+    results = run_ranks(compare, world_size=num_ranks_of(_ONE_RANK))
     num_tensors, differing, _ = results[0]
     if differing is not None:
         raise ConsistencyError(
@@ -213,7 +208,8 @@ def _megatron_logprobs(models: list[Any], batch: BatchedDataDict) -> torch.Tenso
 
     head = LogprobHead(models[-1], vocab_size=models[-1].hf_config.vocab_size, temperature=1.0)
     device = next(models[0].parameters()).device
-    parts = make_parts(batch, models[0].config, max_tokens=_largest_pass(batch), device=device)
+    max_tokens = max(_MAX_TOKENS_PER_PASS, int(batch["input_lengths"].max()))
+    parts = make_parts(batch, models[0].config, max_tokens=max_tokens, device=device)
 
     def consume(
         hidden: torch.Tensor, part: MegatronMicrobatch
@@ -227,7 +223,3 @@ def _megatron_logprobs(models: list[Any], batch: BatchedDataDict) -> torch.Tenso
     for part, values in zip((part for part in parts if part.indices), results, strict=True):
         logprobs[list(part.indices), : values.shape[1]] = values.cpu()
     return logprobs
-
-
-def _largest_pass(batch: BatchedDataDict) -> int:
-    return max(_MAX_TOKENS_PER_PASS, int(batch["input_lengths"].max()))

@@ -9,23 +9,21 @@ from typing import Any
 from nemo_rl_core.data.chat import tokenize_row
 from nemo_rl_core.data.datasets.sources import read
 from nemo_rl_core.data.pretrained import load_tokenizer
-from nemo_rl_core.data.schemas import validate_rows
+from nemo_rl_core.data.schemas import checked_rows
 from nemo_rl_core.errors import DataError
 
+_MAX_TOKENS = 256
 
-def token_rows(
-    source: Any, model_folder: Path, *, num_rows: int = 8, max_tokens: int = 256
-) -> list[list[int]]:
+
+def token_rows(source: Any, model_folder: Path, *, num_rows: int) -> list[list[int]]:
     """Returns the first rows of a source as token sequences."""
     tokenizer = load_tokenizer(model_folder)
     rows = read(source, seed=0).train[:num_rows]
-    frame = validate_rows(rows, tokenizer=None, max_prompt_tokens=None, name=str(source)[:80])
+    checked = checked_rows(rows, tokenizer=None, max_prompt_tokens=None, name=str(source)[:80])
     sequences = [
-        list(example.token_ids[:max_tokens])
-        for _, row in frame.iterrows()
-        for example in tokenize_row(
-            tokenizer, {str(name): row[name] for name in row.index}
-        ).values()
+        list(example.token_ids[:_MAX_TOKENS])
+        for row in checked.to_pylist()
+        for example in tokenize_row(tokenizer, row).values()
     ]
     comparable = [sequence for sequence in sequences if len(sequence) > 1]
     if not comparable:

@@ -15,7 +15,6 @@ from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data import checks, chunks, columnwise
 from nemo_rl_core.data.chunks import Chunk, ChunkedRows, chunks_of, column_names, rows_of
 from nemo_rl_core.data.digests import repeats
-from nemo_rl_core.data.frame_faults import check_frame, describe_faults, schema_faults
 from nemo_rl_core.data.frames import (
     SCHEMAS,
     Faults,
@@ -23,11 +22,14 @@ from nemo_rl_core.data.frames import (
     RowSchema,
     Schema,
     SftSchema,
+    check_frame,
+    describe_faults,
     records_of,
     row_kind,
+    schema_faults,
     schema_of,
 )
-from nemo_rl_core.data.tables import CheckedRows, TableRows, TableWriter, table_of
+from nemo_rl_core.data.tables import TableRows, TableWriter, table_of
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
@@ -119,11 +121,11 @@ class RowChecking:
         self._seen_keys: set[tuple[str, str]] = set()
         self.longest_prompt = 0.0
 
-    def checked(self) -> CheckedRows | None:
+    def checked(self) -> pa.Table | None:
         """Checks all rows.
 
         Returns:
-            The rows with the columns of their kind; None if they have faults.
+            A table of the columns of their kind; None if they have faults.
 
         Raises:
             DataError: When the chat template cannot separate the turns of a row (names the row),
@@ -154,7 +156,7 @@ class RowChecking:
             self.longer = Faults()
         if self.faults:
             return None
-        return CheckedRows(frame) if frame is not None else writer.close()
+        return table_of(frame) if frame is not None else writer.close()
 
     def _chunk(self, chunk: Chunk, first: int) -> "pd.DataFrame | pa.Table | None":
         is_proved = (

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from nemo_rl_core.data.control_tokens import render_turns
-from nemo_rl_core.data.frame_faults import numbers
+from nemo_rl_core.data.frames import numbers
 from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.data.unknown import unknown_token_id
 from nemo_rl_core.errors import ConfigError, DataError
@@ -62,10 +62,7 @@ def refuse_long_rollouts(
             "set short_factor to the values of long_factor"
         )
     raise ConfigError(
-        problem,
-        expected=f"{settings} <= {limit}",
-        got=f"{prompt} + {completion}",
-        fix=fix,
+        problem, expected=f"{settings} <= {limit}", got=f"{prompt} + {completion}", fix=fix
     )
 
 

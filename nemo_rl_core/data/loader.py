@@ -13,11 +13,12 @@ from nemo_rl_core.data.chunks import ChunkedRows
 from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.tables import (
-    CheckedRows,
+    TableRows,
     memory_mapped,
     rechunked,
     rows_of_frame,
     rows_per_group,
+    table_of,
 )
 from nemo_rl_core.data.tokenized import examples_of, is_storable, stored_tokens
 from nemo_rl_core.data.tools import ToolsByTask, shown_tools
@@ -26,6 +27,7 @@ from nemo_rl_core.types import Prompt, Row
 
 if TYPE_CHECKING:
     import pandas as pd
+    import pyarrow as pa
 
 T = TypeVar("T")
 
@@ -103,18 +105,18 @@ def save_frame(frame: "pd.DataFrame", folder: Path) -> Path:
     from nemo_rl_core.data.checking import check_stored
 
     check_stored(frame.reset_index(drop=True), name=folder.name)
-    return save_rows(CheckedRows(frame), folder)
+    return save_rows(table_of(frame), folder)
 
 
-def save_rows(rows: CheckedRows, folder: Path) -> Path:
+def save_rows(rows: "pa.Table", folder: Path) -> Path:
     """Writes checked rows like `save_frame`; equal rows give equal bytes."""
     import pyarrow.parquet as pq
 
     folder.mkdir(parents=True, exist_ok=True)
-    size = rows_per_group(rows.chunks())
+    size = rows_per_group(TableRows(rows).chunks())
     writer: pq.ParquetWriter | None = None
     try:
-        for table in rechunked(rows.chunks(), size):
+        for table in rechunked(TableRows(rows).chunks(), size):
             writer = writer or pq.ParquetWriter(folder / ROWS_FILE, table.schema)
             writer.write_table(table)
     finally:

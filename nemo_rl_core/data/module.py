@@ -8,23 +8,18 @@ from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data.datasets import sources
 from nemo_rl_core.data.datasets.parts import Parts, held_out_mask
-from nemo_rl_core.data.schemas import RowKind, check_disjoint, checked_rows, row_kind
-from nemo_rl_core.data.tables import CheckedRows, rows_of_frame
+from nemo_rl_core.data.frames import RowKind, row_kind
+from nemo_rl_core.data.schemas import check_disjoint, checked_rows
+from nemo_rl_core.data.tables import TableRows, rows_of_frame, select_table
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
 if TYPE_CHECKING:
     import pandas as pd
+    import pyarrow as pa
 
 
-_OPTIONS = (
-    "validation",
-    "validation_fraction",
-    "tokenizer",
-    "max_prompt_tokens",
-    "policy",
-    "seed",
-)
+_OPTIONS = ("validation", "validation_fraction", "tokenizer", "max_prompt_tokens", "policy", "seed")
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ class DataModule:
         if validation is not None:
             other = _parts(validation, seed, form, drops).train
 
-        def checked(rows: Sequence[Row], name: str) -> CheckedRows:
+        def checked(rows: Sequence[Row], name: str) -> "pa.Table":
             return checked_rows(
                 rows,
                 tokenizer=tokenizer,
@@ -116,15 +111,15 @@ class DataModule:
             # Checked before the split, so that messages name row numbers of the source.
             rows = checked(parts.train, "given")
             mask = held_out_mask(
-                rows, fraction=validation_fraction, seed=seed, where="the data set"
+                TableRows(rows), fraction=validation_fraction, seed=seed, where="the data set"
             )
-            checked_parts = (rows.select(~mask), rows.select(mask))
+            checked_parts = (select_table(rows, ~mask), select_table(rows, mask))
         else:
             checked_parts = (checked(parts.train, "train"), checked(other, "validation"))
             _refuse_mixed_kinds(*checked_parts)
             check_disjoint(parts.train, other)
-        train, validation = (part.frame() for part in checked_parts)
-        return cls(row_kind(checked_parts[0].columns), train, validation, parts.read_as, policy)
+        train, validation = (part.to_pandas() for part in checked_parts)
+        return cls(row_kind([*train]), train, validation, parts.read_as, policy)
 
 
 def _parts(source: Any, seed: int, form: RowFormat | None, drops_invalid: bool) -> Parts:
@@ -139,8 +134,8 @@ def _parts(source: Any, seed: int, form: RowFormat | None, drops_invalid: bool) 
     return Parts(rows_of_frame(source.train), rows_of_frame(source.validation), source.read_as)
 
 
-def _refuse_mixed_kinds(train: CheckedRows, validation: CheckedRows) -> None:
-    kinds = [row_kind(rows.columns) for rows in (train, validation)]
+def _refuse_mixed_kinds(train: "pa.Table", validation: "pa.Table") -> None:
+    kinds = [row_kind(rows.column_names) for rows in (train, validation)]
     if kinds[0] != kinds[1]:
         raise DataError(
             "the rows to train on and to validate on are of different kinds",

@@ -1,6 +1,7 @@
 """Tokenizer, limits and stop tokens of a model folder."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ from nemo_rl_core.checkpoints.model_code import (
     not_run_here,
     tokenizer_needs_code,
 )
+from nemo_rl_core.config.model import ModelSource
 from nemo_rl_core.data.tokenizer_process import tokenizer_with_code
-from nemo_rl_core.errors import ModelError
+from nemo_rl_core.errors import ConfigError, ModelError
 from nemo_rl_core.planning.model_parts import independent_length, longest_sequence, rotary_length
 
 HUB_NAME = "hub_name.json"
@@ -210,3 +212,38 @@ def stop_token_ids(model_folder: Path, tokenizer: Any) -> tuple[int, ...]:
             fix="set tokenizer.eos_token, or eos_token_id in generation_config.json",
         )
     return tuple(sorted(ids))
+
+
+def set_template(tokenizer: Any, model: ModelSource) -> None:
+    """Stores a recipe's date, tool parser and chat template variables in the tokenizer.
+
+    The variables become defaults in the first lines of the template: a caller that passes none gets
+    the recipe's values, and a caller may pass others.
+    """
+    tokenizer.init_kwargs = {**tokenizer.init_kwargs, "template_date": model.template_date}
+    if model.tool_parser:
+        tokenizer.init_kwargs["tool_parser"] = model.tool_parser
+    variables = model.chat_template_kwargs
+    if not variables:
+        return
+    template = tokenizer.chat_template
+    if not isinstance(template, str):
+        raise ConfigError(
+            "model.chat_template_kwargs needs a chat template",
+            got="several templates" if template else "a tokenizer without one",
+            fix="use a chat model, or remove chat_template_kwargs",
+        )
+    unread = [name for name in variables if not re.search(rf"\b{re.escape(name)}\b", template)]
+    if unread:
+        raise ConfigError(
+            "the chat template does not read a variable of model.chat_template_kwargs",
+            got=", ".join(unread),
+            fix="use the names in the template, or remove these variables",
+        )
+    # On separate lines, since the template may begin with white space that jinja strips.
+    tokenizer.chat_template = "".join(map(_template_line, variables, variables.values())) + template
+
+
+def _template_line(name: str, value: bool | float | str) -> str:
+    test = f"{{%- if {name} is not defined %}}"
+    return f"{test}{{%- set {name} = {json.dumps(value, ensure_ascii=False)} %}}{{%- endif %}}\n"

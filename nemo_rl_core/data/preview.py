@@ -9,7 +9,7 @@ from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data.chat import tokenize_row
 from nemo_rl_core.data.datasets.sources import read
 from nemo_rl_core.data.loss_masks import SupervisedExample
-from nemo_rl_core.data.schemas import validate_rows
+from nemo_rl_core.data.schemas import checked_rows
 from nemo_rl_core.data.tools import tools_of
 from nemo_rl_core.errors import DataError
 
@@ -91,7 +91,8 @@ def read_row(
             fix="correct --row",
         )
     # Only this row is checked, so that it can be viewed even if others are invalid.
-    frame = validate_rows(
+    checked = checked_rows(
         [rows[number]], tokenizer=None, max_prompt_tokens=None, name=name, policy=policy
     )
-    return {str(column): value for column, value in frame.iloc[0].items()}
+    (row,) = checked.to_pylist()
+    return dict(row)

@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_rl_core.data.control import Rendered, encode_conversation, encode_text
 from nemo_rl_core.data.control_tokens import control_token_error, control_tokens, render_turns
-from nemo_rl_core.data.turns import Turn
+from nemo_rl_core.data.turns import Turn, num_shared
 from nemo_rl_core.data.written import refuse_silent_turns, refuse_unwritten
 from nemo_rl_core.errors import DataError
 
@@ -138,7 +138,7 @@ class Renderer:
             # Ended like the last turn of a conversation; a turn that was cut may end with any text.
             if last_token in self._control and last_token in closing[end:]:
                 written = closing[end : closing.index(last_token, end) + 1]
-                return ids[end + max(1, _num_shared(ids[end:], written)) :]
+                return ids[end + max(1, num_shared(ids[end:], written)) :]
         return ids[end + 1 :] if last_token in ids[end : end + 1] else ids[end:]
 
     def _after_mark(
@@ -166,15 +166,10 @@ class Renderer:
 
     def _end_of_calls(self, ids: list[int], closing: list[int]) -> int:
         """Returns the index of the token that ends a turn with calls."""
-        shared = _num_shared(ids, closing)
+        shared = num_shared(ids, closing)
         ends = [index for index, token in enumerate(closing[:shared]) if token in self._control]
         is_last = ends and not self._tokenizer.decode(closing[ends[-1] + 1 :]).strip()
         return ends[-1] if is_last else shared
-
-
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    differs = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differs, min(len(one), len(other)))
 
 
 def _calling(calls: Sequence[Mapping[str, Any]]) -> Turn:

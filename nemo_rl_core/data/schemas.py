@@ -11,86 +11,20 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
 
 from nemo_rl_core.config.row_policy import MAX_DROPPED, RowPolicy
 from nemo_rl_core.data import checks
-from nemo_rl_core.data.checking import COLUMNS, RowChecking
+from nemo_rl_core.data.checking import RowChecking
 from nemo_rl_core.data.chunks import select_rows
 from nemo_rl_core.data.digests import rows_in
-from nemo_rl_core.data.frame_faults import (
-    check_frame,
-    describe_faults,
-    invalid_fix,
-    numbers,
-    summarize_faults,
-)
-from nemo_rl_core.data.frames import (
-    ConversationSchema,
-    Faults,
-    PreferenceSchema,
-    PromptSchema,
-    RowKind,
-    RowSchema,
-    SftSchema,
-    TextSchema,
-    row_kind,
-)
-from nemo_rl_core.data.record_frames import (
-    EvalSchema,
-    PairEvalSchema,
-    ReferenceLogprobSchema,
-    RolloutSchema,
-    TokenPairSchema,
-)
-from nemo_rl_core.data.tables import CheckedRows
+from nemo_rl_core.data.frames import Faults, describe_faults, invalid_fix, numbers, summarize_faults
+from nemo_rl_core.data.tables import select_table
 from nemo_rl_core.data.unknown import OTHER_MODELS, described_unknown
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
-__all__ = [
-    "COLUMNS",
-    "ConversationSchema",
-    "EvalSchema",
-    "PairEvalSchema",
-    "PreferenceSchema",
-    "PromptSchema",
-    "ReferenceLogprobSchema",
-    "RolloutSchema",
-    "RowKind",
-    "RowSchema",
-    "SftSchema",
-    "TextSchema",
-    "TokenPairSchema",
-    "check_disjoint",
-    "check_frame",
-    "checked_rows",
-    "row_kind",
-    "validate_rows",
-]
-
 logger = logging.getLogger(__name__)
-
-
-def validate_rows(
-    rows: Sequence[Row],
-    *,
-    tokenizer: Any | None,
-    max_prompt_tokens: int | None,
-    name: str,
-    source: str = "",
-    policy: RowPolicy | None = None,
-) -> pd.DataFrame:
-    """Checks rows of any kind and returns them as a frame; see `checked_rows`."""
-    checked = checked_rows(
-        rows,
-        tokenizer=tokenizer,
-        max_prompt_tokens=max_prompt_tokens,
-        name=name,
-        source=source,
-        policy=policy,
-    )
-    return checked.frame()
 
 
 def checked_rows(
@@ -102,7 +36,7 @@ def checked_rows(
     source: str = "",
     policy: RowPolicy | None = None,
     context_length: int | None = None,
-) -> CheckedRows:
+) -> pa.Table:
     """Checks rows of any kind, in chunks.
 
     Args:
@@ -266,13 +200,13 @@ def check_disjoint(train: Sequence[Row], validation: Sequence[Row]) -> None:
 
 
 def _kept(
-    checked: CheckedRows, name: str, *, dropped: Faults, limit: int | None, num_cut: int
-) -> CheckedRows:
+    checked: pa.Table, name: str, *, dropped: Faults, limit: int | None, num_cut: int
+) -> pa.Table:
     for fault_text, rows in dropped.items():
         logger.warning("the %s data set: %d rows dropped: %s", name, len(rows), fault_text)
     if limit is not None:
         logger.warning("the %s data set: %d rows cut at %d tokens", name, num_cut, limit)
-        checked = checked.with_limit(limit)
+        checked = _with_limit(checked, limit)
     is_kept = np.ones(len(checked), dtype=bool)
     for rows in dropped.values():
         is_kept[np.array(rows, dtype=np.int64)] = False
@@ -283,4 +217,11 @@ def _kept(
             got=f"{len(checked)} rows, all dropped: {'; '.join(dropped)}",
             fix="raise the limits that its rows fail",
         )
-    return checked if is_kept.all() else checked.select(is_kept)
+    return checked if is_kept.all() else select_table(checked, is_kept)
+
+
+def _with_limit(table: pa.Table, max_tokens: int) -> pa.Table:
+    limits = pa.repeat(pa.scalar(max_tokens, pa.int64()), len(table))
+    if "max_tokens" not in table.column_names:
+        return table.append_column("max_tokens", limits)
+    return table.set_column(table.column_names.index("max_tokens"), "max_tokens", limits)

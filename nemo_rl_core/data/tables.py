@@ -13,10 +13,9 @@ from nemo_rl_core.data import chunks
 from nemo_rl_core.data.chunks import (
     ChunkedRows,
     RowWriter,
-    StoredRows,
+    chunks_of,
     rows_of,
     rows_per_chunk,
-    select_rows,
     write_arrow,
 )
 from nemo_rl_core.types import Row
@@ -24,83 +23,6 @@ from nemo_rl_core.types import Row
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
-
-
-class CheckedRows(ChunkedRows):
-    """Rows that have passed their checks, as tables of one schema.
-
-    Args:
-        rows: The frame of all rows, or stored tables, whose number types may differ.
-        schema: Schema of the stored tables.
-    """
-
-    def __init__(
-        self, rows: "pd.DataFrame | StoredRows", schema: "pa.Schema | None" = None
-    ) -> None:
-        self._rows, self._schema = rows, schema
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def columns(self) -> list[str]:
-        """Names of the columns, in order."""
-        if self._schema is not None:
-            return list(self._schema.names)
-        assert not isinstance(self._rows, StoredRows)
-        return [str(name) for name in self._rows.columns]
-
-    def chunks(self) -> "Iterator[pa.Table]":
-        """Yields tables of one schema."""
-        if not isinstance(self._rows, StoredRows):
-            table = table_of(self._rows)  # shares the memory of texts
-            for start in range(0, max(1, len(table)), chunks.MAX_ROWS):
-                yield table.slice(start, chunks.MAX_ROWS)
-            return
-        assert self._schema is not None, "stored rows have a schema"
-        for chunk in self._rows.chunks():
-            assert not isinstance(chunk, list), "checked rows are stored as tables"
-            yield _as_schema(chunk, self._schema)
-
-    def select(self, is_selected: "Any") -> "CheckedRows":
-        """Returns the rows at which a boolean array is true."""
-        if not isinstance(self._rows, StoredRows):
-            return CheckedRows(self._rows[is_selected].reset_index(drop=True))
-        selected = select_rows(self, is_selected)
-        if isinstance(selected, StoredRows):
-            return CheckedRows(selected, self._schema)
-        import pyarrow as pa
-
-        return CheckedRows(pa.Table.from_pylist(selected, schema=self._schema).to_pandas())
-
-    def with_limit(self, max_tokens: int) -> "CheckedRows":
-        """Adds a constant column `max_tokens`."""
-        if not isinstance(self._rows, StoredRows):
-            return CheckedRows(self._rows.assign(max_tokens=max_tokens))
-        import pyarrow as pa
-
-        assert self._schema is not None, "stored rows have a schema"
-        names = [*dict.fromkeys([*self._schema.names, "max_tokens"])]
-        writer = TableWriter()
-        for table in self.chunks():
-            columns = {name: table.column(name) for name in table.column_names}
-            columns["max_tokens"] = pa.repeat(pa.scalar(max_tokens, pa.int64()), len(table))
-            writer.add(pa.table({name: columns[name] for name in names}))
-        return writer.close()
-
-    def head(self, num_rows: int) -> "pd.DataFrame":
-        """Returns the first rows as a frame."""
-        if not isinstance(self._rows, StoredRows):
-            return self._rows.head(num_rows)
-        frame: pd.DataFrame = next(self.chunks()).slice(0, num_rows).to_pandas()
-        return frame
-
-    def frame(self) -> "pd.DataFrame":
-        """Returns the rows as a frame; many rows are a view of a file that lives with the frame."""
-        if not isinstance(self._rows, StoredRows):
-            return self._rows
-        frame: pd.DataFrame = memory_mapped(self.chunks()).to_pandas()
-        return frame
 
 
 class TableWriter:
@@ -116,13 +38,12 @@ class TableWriter:
             self._fields[name] = _wider(self._fields.get(name, kind), kind)
         self._rows.add(table)
 
-    def close(self) -> CheckedRows:
-        """Returns all rows in order."""
+    def close(self) -> "pa.Table":
+        """Returns all rows in order, memory-mapped."""
         import pyarrow as pa
 
-        stored = self._rows.close()
-        assert isinstance(stored, StoredRows)
-        return CheckedRows(stored, pa.schema(list(self._fields.items())))
+        schema = pa.schema(list(self._fields.items()))
+        return memory_mapped(_as_schema(chunk, schema) for chunk in chunks_of(self._rows.close()))
 
 
 def _wider(one: "pa.DataType", other: "pa.DataType") -> "pa.DataType":
@@ -164,6 +85,19 @@ def memory_mapped(tables: "Iterator[pa.Table]") -> "pa.Table":
             region = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     # The file is freed with the last buffer of the region.
     return pa.ipc.open_file(pa.py_buffer(region)).read_all()
+
+
+def select_table(table: "pa.Table", is_selected: Any) -> "pa.Table":
+    """Returns the rows at which a boolean array is true; of many rows, memory-mapped."""
+    import pyarrow as pa
+
+    if len(table) <= chunks.MAX_ROWS:
+        return table.filter(pa.array(is_selected))
+    size = chunks.MAX_ROWS
+    return memory_mapped(
+        part.filter(pa.array(is_selected[number * size : (number + 1) * size]))
+        for number, part in enumerate(TableRows(table).chunks())
+    )
 
 
 class TableRows(ChunkedRows):

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from nemo_rl_core.config.model import SmallModel, TextModelFromConfig
+
 CHARACTERS = "0123456789+-*= "
 """Characters of arithmetic problems; any other character becomes the unknown token."""
 
@@ -114,3 +116,9 @@ def build_byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=core, unk_token=_PAD, chat_template=_TOOL_TEMPLATE, **_OPTIONS
     )
+
+
+def build_tokenizer(model: SmallModel) -> Any:
+    """Builds the tokenizer of a model that is initialized from a config."""
+    is_text = isinstance(model, TextModelFromConfig)
+    return build_byte_tokenizer() if is_text else build_arithmetic_tokenizer()

@@ -113,6 +113,12 @@ def fault(turns: Sequence[Turn] | None) -> str | None:
     return None if turns[-1]["role"] == "assistant" else "does not end with an assistant turn"
 
 
+def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Returns the number of items with which both sequences begin."""
+    differs = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differs, min(len(one), len(other)))
+
+
 def is_trained(turn: Turn) -> bool:
     """Whether a turn is the assistant's and not flagged otherwise."""
     return turn["role"] == "assistant" and turn.get(FLAG, True) is True

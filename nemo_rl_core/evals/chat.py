@@ -56,8 +56,7 @@ class Chat:
         ids = prompt_token_ids(self._tokenizer, prompt)
         if not ids:
             raise ModelError(
-                f"the prompt {prompt[:80]!r} contains no tokens",
-                fix="enter a prompt with text",
+                f"the prompt {prompt[:80]!r} contains no tokens", fix="enter a prompt with text"
             )
         self._refuse_unknown(as_turns(prompt, role="user"))
         context = longest_sequence(self._model.config)

@@ -1,12 +1,15 @@
-"""Paired comparison of two checkpoints: difference, confidence and detectable difference."""
+"""Paired comparison of two checkpoints, on prompts or on held-out preference pairs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
+
+import numpy as np
 
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.evals.statistics import mcnemar_p_value, paired_interval
+from nemo_rl_core.evals.statistics import mcnemar_p_value, paired_interval, wilson_interval
 
 POWER = 0.8
 """Statistical power at which a difference counts as detectable."""
@@ -135,10 +138,8 @@ def comparison_of(
     )
 
 
-def detectable_difference(
-    num_pairs: int, *, changed: float, confidence: float, power: float = POWER
-) -> float:
-    """The smallest difference of two paired proportions that a test would find with `power`.
+def detectable_difference(num_pairs: int, *, changed: float, confidence: float) -> float:
+    """The smallest difference of two paired proportions that a test would find with `POWER`.
 
     With `n` pairs of which a share `psi` changes at all, a two-sided McNemar test finds a true
     difference `d` with the given power when `sqrt(n) d = z_a sqrt(psi) + z_b sqrt(psi - d^2)`,
@@ -152,21 +153,20 @@ def detectable_difference(
         num_pairs: `n`, at least 1.
         changed: `psi`, the share of prompts whose outcome differs, as seen in the sample.
         confidence: One minus the level of the test.
-        power: The probability to find a difference of this size.
 
     Example:
         >>> round(detectable_difference(1000, changed=0.2, confidence=0.95), 4)
         0.0396
     """
-    if num_pairs < 1 or not (0 <= changed <= 1 and 0 < confidence < 1 and 0.5 <= power < 1):
+    if num_pairs < 1 or not (0 <= changed <= 1 and 0 < confidence < 1):
         raise DataError(
             "no smallest difference follows from these values",
-            expected="at least one pair, a changed share in [0, 1], a confidence, a power >= 0.5",
-            got=f"{num_pairs} pairs, changed {changed}, confidence {confidence}, power {power}",
+            expected="at least one pair, a changed share in [0, 1], a confidence",
+            got=f"{num_pairs} pairs, changed {changed}, confidence {confidence}",
             fix="compare evaluations of at least one prompt, and write 0.95 for 95 %",
         )
     normal = NormalDist()
-    z_level, z_power = normal.inv_cdf((1 + confidence) / 2), normal.inv_cdf(power)
+    z_level, z_power = normal.inv_cdf((1 + confidence) / 2), normal.inv_cdf(POWER)
     inner = max(0.0, num_pairs - z_level**2 + z_power**2)
     scale = (z_level * math.sqrt(num_pairs) + z_power * math.sqrt(inner)) / (num_pairs + z_power**2)
     # The equation is `d = scale * sqrt(psi)`, and with `psi = d` it is `d = scale^2`.
@@ -191,3 +191,65 @@ def _scored_in_both(before: Outcomes, after: Outcomes) -> list[str]:
             fix="use more prompts; see the column error of rows.parquet for missing rewards",
         )
     return scored
+
+
+PairRow = Mapping[str, Any]
+"""Row with the keys `id`, `chosen` and `rejected`."""
+
+
+def pair_scores(
+    start: Sequence[PairRow], trained: Sequence[PairRow], *, per_token: bool
+) -> list[dict[str, Any]]:
+    """Scores both completions of every pair by the change of their logprob in training.
+
+    The score is the implicit reward of DPO without its factor beta: the completion's logprob under
+    the trained model minus that under the initial model, in nats, or its mean `per_token`.
+    """
+    reduce = np.mean if per_token else np.sum
+    rows = []
+    for old, new in zip(start, trained, strict=True):
+        assert old["id"] == new["id"], "logprobs are stored in the order of the pairs"
+        row: dict[str, Any] = {"id": old["id"]}
+        for side in ("chosen", "rejected"):
+            change = np.asarray(new[side], np.float64) - np.asarray(old[side], np.float64)
+            row[f"{side}_score"] = float(reduce(change))
+        rows.append(row)
+    return rows
+
+
+def pair_metrics(rows: Sequence[PairRow], *, confidence: float) -> dict[str, float]:
+    """Returns `num_pairs`, `margin` (mean, in nats) and `accuracy` with Wilson's interval.
+
+    Accuracy is the share of pairs with a positive margin; a tie is wrong.
+    """
+    margins = _margins(rows)
+    num_right = int((margins > 0).sum())
+    low, high = wilson_interval(num_right, len(rows), confidence)
+    return {
+        "num_pairs": float(len(rows)),
+        "accuracy": num_right / len(rows),
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "margin": float(margins.mean()),
+    }
+
+
+def compare_pairs(rows: Sequence[PairRow], *, confidence: float) -> Comparison:
+    """Compares the trained model with the initial model, which prefers neither side.
+
+    A pair counts 1 if training has raised the chosen completion relative to the rejected one, 0 for
+    the opposite, and one half for no change.
+    """
+    margins = _margins(rows)
+    return comparison_of(
+        gained=int((margins > 0).sum()),
+        lost=int((margins < 0).sum()),
+        total=len(rows),
+        before=0.5,
+        weight=0.5,
+        confidence=confidence,
+    )
+
+
+def _margins(rows: Sequence[PairRow]) -> "np.ndarray[Any, np.dtype[np.float64]]":
+    return np.asarray([row["chosen_score"] - row["rejected_score"] for row in rows])

@@ -12,12 +12,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.needs import refuse_incomplete_rows
 from nemo_rl_core.evals.consensus import GetVotes, voting
-from nemo_rl_core.evals.metrics import (
-    category_metrics,
-    category_of,
-    evaluation_metrics,
-    is_correct,
-)
+from nemo_rl_core.evals.metrics import category_metrics, category_of, evaluation_metrics, is_correct
 from nemo_rl_core.rollouts.prompts import load_sampled_prompts
 from nemo_rl_core.rollouts.remote_rollouts import RemoteRollouts
 from nemo_rl_core.rollouts.sampler import Sampler

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from nemo_rl_core.config.evaluation import EvaluationConfig
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.evals.consensus import GetVotes, consensus_at_k
-from nemo_rl_core.evals.pass_at_k import mean_pass_at_k, pass_at_k_interval
-from nemo_rl_core.evals.statistics import Interval, wilson_interval
+from nemo_rl_core.evals.statistics import (
+    Interval,
+    mean_pass_at_k,
+    pass_at_k_interval,
+    wilson_interval,
+)
 from nemo_rl_core.types import Rollout
 
 FULL_SCORE = 1.0

@@ -72,7 +72,7 @@ def _pair_outcomes(path: Path) -> dict[str, bool | None]:
     """Returns by pair id whether the chosen completion scores higher."""
     import pyarrow.parquet as pq
 
-    from nemo_rl_core.data.frame_faults import check_frame
+    from nemo_rl_core.data.frames import check_frame
     from nemo_rl_core.data.record_frames import PairEvalSchema
 
     pairs = pq.read_table(path).to_pandas()
@@ -83,7 +83,7 @@ def _pair_outcomes(path: Path) -> dict[str, bool | None]:
 def _check(rows: Sequence[Row], path: Path) -> None:
     import pandas as pd
 
-    from nemo_rl_core.data.frame_faults import check_frame
+    from nemo_rl_core.data.frames import check_frame
     from nemo_rl_core.data.record_frames import EvalSchema
 
     check_frame(EvalSchema, pd.DataFrame(list(rows)), name=f"evaluation's {path.name}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nemo_rl_core.store.ancestry import ancestry, ancestry_of, recorded_ancestors
 from nemo_rl_core.store.manifest import Manifest
-from nemo_rl_core.telemetry.intervals import sampled_figures
+from nemo_rl_core.telemetry.decks import sampled_figures
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from nemo_rl_core.history.liveness import is_alive
@@ -166,17 +167,8 @@ def _paths(store: Store, surveyed: Survey, kept: Kept) -> list[Path]:
 
 
 def _children_first(artifacts: Mapping[str, ArtifactRecord]) -> list[str]:
-    parents_first: dict[str, None] = {}
-
-    def visit(name: str) -> None:
-        if name in artifacts and name not in parents_first:
-            for parent in sorted(artifacts[name].parents):
-                visit(parent)
-            parents_first[name] = None
-
-    for name in sorted(artifacts):
-        visit(name)
-    return list(reversed(parents_first))
+    parents = {name: sorted(artifacts[name].parents & artifacts.keys()) for name in artifacts}
+    return [*TopologicalSorter(parents).static_order()][::-1]
 
 
 def _find_work(store: Store, *, older_than_seconds: float, now: float) -> Iterator[str]:

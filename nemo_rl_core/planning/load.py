@@ -5,11 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.generation import (
-    GenerationConfig,
-    SplitEngine,
-    VllmGenerationConfig,
-)
+from nemo_rl_core.config.generation import GenerationConfig, SplitEngine, VllmGenerationConfig
 from nemo_rl_core.config.megatron_types import (
     BRIDGE,
     BRIDGE_VERSION,

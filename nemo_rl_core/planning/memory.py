@@ -18,12 +18,7 @@ from nemo_rl_core.planning.engine_memory import (
     parts_of_engine,
 )
 from nemo_rl_core.planning.float8 import bytes_less, rounding_gib
-from nemo_rl_core.planning.load import (
-    Layout,
-    StageLoad,
-    gathered_width,
-    layout_of,
-)
+from nemo_rl_core.planning.load import Layout, StageLoad, gathered_width, layout_of
 from nemo_rl_core.planning.scorers import (
     largest_dedicated_scorer_gib,
     largest_scorer_gib,
@@ -243,7 +238,7 @@ class _TrainedModel:
     def _width(self) -> int:
         return 2 if self._is_half else _FLOAT32
 
-    def _gathered(self, num_layers: int, *, outer: bool = True) -> float:
+    def _gathered(self, num_layers: int) -> float:
         """Weights in the dtype of matrix products: gathered by FSDP2, or cast by autocast.
 
         Quantized weights are dequantized to float32, cast and freed layer by layer.
@@ -253,12 +248,12 @@ class _TrainedModel:
         if self._is_quantized:
             sizes, cast = self._sizes, self._width * self._is_half
             largest = sizes.hidden * max(sizes.mlp_width, sizes.queries)
-            others = num_layers * (self._layer - sizes.linear_weights) + self._outer * outer
+            others = num_layers * (self._layer - sizes.linear_weights) + self._outer
             return (largest * (_FLOAT32 + cast) + others * cast) / GIB
         if not self._layout.is_wrapped and not self._is_half:
             return 0.0
         saved = num_layers * bytes_less(self._load, self._layout, self._width)
-        return ((num_layers * self._layer + self._outer * outer) * self._width - saved) / GIB
+        return ((num_layers * self._layer + self._outer) * self._width - saved) / GIB
 
     @property
     def _keeps_casts(self) -> bool:

@@ -211,7 +211,7 @@ def load_rollouts(path: Path) -> list[Rollout]:
 def _check(rows: list[dict[str, Any]], path: Path) -> None:
     import pandas as pd
 
-    from nemo_rl_core.data.frame_faults import check_frame
+    from nemo_rl_core.data.frames import check_frame
     from nemo_rl_core.data.record_frames import RolloutSchema
 
     if rows:

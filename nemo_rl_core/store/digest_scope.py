@@ -17,10 +17,9 @@ REPORTING = frozenset(
         *("nemo_rl_core.telemetry.budget", "nemo_rl_core.telemetry.cost"),
         *("nemo_rl_core.telemetry.curves", "nemo_rl_core.telemetry.decks"),
         *("nemo_rl_core.telemetry.display", "nemo_rl_core.telemetry.display_lines"),
-        *("nemo_rl_core.telemetry.events", "nemo_rl_core.telemetry.gpu_use"),
-        *("nemo_rl_core.telemetry.intervals", "nemo_rl_core.telemetry.logger_facade"),
-        *("nemo_rl_core.telemetry.timer", "nemo_rl_core.telemetry.trackers"),
-        *("nemo_rl_core.telemetry.tracking", "nemo_rl_core.telemetry.usage"),
+        *("nemo_rl_core.telemetry.events", "nemo_rl_core.telemetry.logger_facade"),
+        *("nemo_rl_core.telemetry.trackers", "nemo_rl_core.telemetry.tracking"),
+        "nemo_rl_core.telemetry.usage",
         *("nemo_rl_core.telemetry.waiting", "nemo_rl_core.trainers.fit.peer_arguments"),
     ]
 )

@@ -22,14 +22,7 @@ from nemo_rl_core.telemetry.display_lines import (
     step_parts,
     validation_line,
 )
-from nemo_rl_core.telemetry.events import (
-    Event,
-    Note,
-    StageRecord,
-    StageStarted,
-    Waiting,
-    subscribe,
-)
+from nemo_rl_core.telemetry.events import Event, Note, StageRecord, StageStarted, Waiting, subscribe
 from nemo_rl_core.types import StepReport
 
 _SECONDS_OF_SILENCE = (5.0, 10.0, 20.0, 40.0, 60.0)

@@ -10,10 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_rl_core.store.manifest import Cost
-from nemo_rl_core.telemetry.events import (
-    StageRecord,
-    Waiting,
-)
+from nemo_rl_core.telemetry.events import StageRecord, Waiting
 from nemo_rl_core.types import VALIDATION_PREFIX, StepReport
 
 STATE_STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red", "stopped": "yellow"}

@@ -16,9 +16,9 @@ import psutil
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.events import Event, MachineSample, publish, subscribe
-from nemo_rl_core.telemetry.gpu_use import opened_nvml
 from nemo_rl_core.telemetry.logger_facade import LoggerFacade, Part, with_unique_names
 from nemo_rl_core.telemetry.trackers import open_tracker
+from nemo_rl_core.telemetry.usage import opened_nvml
 from nemo_rl_core.types import StepReport
 
 logger = logging.getLogger(__name__)

@@ -1,21 +1,75 @@
-"""Resource usage of this process and its workers: CPU seconds, tokens, FLOPs.
+"""Resource usage of this process and its workers: time, CPU seconds, tokens, FLOPs, memory.
 
 The CPU time of a crashed worker since its last reading is lost.
 """
 
 import os
+import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nemo_rl_core.telemetry.gpu_use import GpuUse
 from nemo_rl_core.telemetry.model_flops import ModelFlops, Phase
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """The GPU of one process.
+
+    Attributes:
+        peak_gib: Peak memory reserved by torch since the last reset, including caches; for an
+            engine also memory outside of torch (`engine_gpu_use`).
+    """
+
+    name: str
+    memory_gib: float
+    peak_gib: float
+
+
+def gpu_use(
+    _: Any = None, *, reset_peak: bool = False, device: "torch.device | None" = None
+) -> GpuUse | None:
+    """Returns the GPU use of this process, by default of torch's current device; None on a CPU.
+
+    Imports nothing, since a process that computes has imported torch already.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return None
+    device = device or torch.cuda.current_device()
+    if reset_peak:
+        torch.cuda.reset_peak_memory_stats(device)
+    properties = torch.cuda.get_device_properties(device)
+    peak = float(torch.cuda.max_memory_reserved(device)) / 2**30
+    return GpuUse(str(properties.name), float(properties.total_memory) / 2**30, peak)
+
+
+@contextmanager
+def opened_nvml() -> Iterator[Any]:
+    """Opens NVML for the body; yields None if it is not installed or has no driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except (ImportError, OSError, RuntimeError):
+        yield None
+        return
+    except Exception:  # noqa: BLE001  (NVML's own error, whose class cannot be named without it)
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
 
 
 @dataclass
@@ -136,3 +190,69 @@ def measured() -> Iterator[Spent]:
         _total.device = _total.device or before.device
         _total.peak_gpu_gib = max(_total.peak_gpu_gib, before.peak_gpu_gib)
         _total.peak_engine_gpu_gib = max(_total.peak_engine_gpu_gib, before.peak_engine_gpu_gib)
+
+
+class Timer:
+    """Sums the wall seconds of named phases.
+
+    Example:
+        >>> timer = Timer()
+        >>> with timer.phase("rollout"):
+        ...     pass
+        >>> list(timer.take())
+        ['rollout_seconds']
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time of the body to the phase, also if it raises; nested phases count twice."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
+
+    def divide(self, phase: str, part: str, seconds: float) -> None:
+        """Moves seconds from one phase to another.
+
+        Example:
+            >>> timer = Timer()
+            >>> with timer.phase("train"):
+            ...     pass
+            >>> timer.divide("train", "logprobs", 0.0)
+            >>> list(timer.take())
+            ['train_seconds', 'logprobs_seconds']
+        """
+        for name, change in ((phase, -seconds), (part, seconds)):
+            self._seconds[name] = self._seconds.get(name, 0.0) + change
+
+    def take(self) -> dict[str, float]:
+        """Returns `{"<phase>_seconds": seconds}` in order of first use, and resets the timer."""
+        taken = {f"{name}_seconds": seconds for name, seconds in self._seconds.items()}
+        self._seconds = {}
+        return taken
+
+
+def peak_memory_gib(pids: Iterable[int] = ()) -> float:
+    """Sums the peak resident memory of processes, in GiB; without pids, of this process.
+
+    Reads `VmHWM` in `/proc`, since `ru_maxrss` includes the process before its exec. Shared memory
+    counts in each process, so the sum is an upper bound. Ended processes count 0.
+    """
+    kib = (_peak_kib(pid) for pid in (tuple(pids) or (os.getpid(),)))
+    return sum(kib) / 2**20
+
+
+def _peak_kib(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1])
+    return 0

@@ -31,10 +31,10 @@ class Wait:
             self._done += amount
         self._publish_sometimes()
 
-    def reach(self, done: float, total: float | None = None) -> None:
-        """Sets the done amount, and the total if given."""
+    def reach(self, done: float) -> None:
+        """Sets the done amount."""
         with _lock:
-            self._done, self._total = done, self._total if total is None else total
+            self._done = done
         self._publish_sometimes()
 
     def event(self) -> Waiting:

@@ -31,7 +31,7 @@ from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.models.policy.pretrained import PretrainedPolicy
-from nemo_rl_core.telemetry.timer import Timer
+from nemo_rl_core.telemetry.usage import Timer
 from nemo_rl_core.trainers.callbacks import Callback, Callbacks
 from nemo_rl_core.trainers.custom_functions import CustomFunctions, with_functions
 from nemo_rl_core.trainers.fit.custom import CustomParts

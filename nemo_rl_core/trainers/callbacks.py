@@ -12,7 +12,7 @@ from nemo_rl_core.errors import ConfigError
 if TYPE_CHECKING:
     from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
     from nemo_rl_core.models.interfaces import PolicyInterface
-    from nemo_rl_core.telemetry.timer import Timer
+    from nemo_rl_core.telemetry.usage import Timer
 
 logger = logging.getLogger(__name__)
 Metrics = Mapping[str, float]

@@ -4,8 +4,8 @@ Each subcommand is one module of this package with a click command of its name. 
 only when called, so that `nemo-rl --help` is fast and a broken library affects one command only.
 """
 
-import importlib
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -17,71 +17,50 @@ if TYPE_CHECKING:
     from tasks.cli.pipelines import Pipelines
 
 Groups = Mapping[str, Mapping[str, tuple[str, str]]]
-"""By heading: the name of a command, `module:attribute` and the line that `--help` shows."""
+"""By heading: the name of a command, `.module:attribute` and the line that `--help` shows."""
 
 GROUPS: Groups = {
     "Train": {
-        "run": ("tasks.cli.recipe.run:run", "Run a pipeline, or only check what it would do."),
-        "recipes": ("tasks.cli.recipe.recipes:recipes", "List pipelines and their recipes."),
-        "keys": ("tasks.cli.recipe.keys:keys", "List the settings of recipes, with defaults."),
-        "plan": ("tasks.cli.recipe.plan:plan", "Plan memory and speed of a recipe on its GPUs."),
-        "preview": (
-            "tasks.cli.recipe.preview:preview",
-            "Show the trained tokens of a row of data.",
-        ),
+        "run": (".recipe.run:run", "Run a pipeline, or only check what it would do."),
+        "recipes": (".recipe.recipes:recipes", "List pipelines and their recipes."),
+        "keys": (".recipe.keys:keys", "List the settings of recipes, with defaults."),
+        "plan": (".recipe.plan:plan", "Plan memory and speed of a recipe on its GPUs."),
+        "preview": (".recipe.preview:preview", "Show the trained tokens of a row of data."),
         "try-reward": (
-            "tasks.cli.recipe.try_reward:try_reward",
+            ".recipe.try_reward:try_reward",
             "Score a few rows with the environment of a recipe.",
         ),
-        "schedule": (
-            "tasks.cli.schedules.schedule:schedule",
-            "Run a recipe on a cluster on a schedule.",
-        ),
+        "schedule": (".schedules.schedule:schedule", "Run a recipe on a cluster on a schedule."),
     },
     "Runs": {
-        "runs": ("tasks.cli.records.runs:runs", "List runs with their results, and show one."),
-        "metrics": ("tasks.cli.records.metrics:metrics", "Show the metrics of a run by step."),
-        "logs": ("tasks.cli.records.logs:logs", "Show or follow the log of a run."),
-        "ui": ("tasks.cli.records.ui:ui", "Serve the page of the runs on this machine."),
-        "share": ("tasks.cli.records.share:share", "Write a run or a comparison as an HTML file."),
-        "rollouts": (
-            "tasks.cli.records.rollouts:rollouts",
-            "Show the recorded rollouts of a training.",
-        ),
-        "lineage": ("tasks.cli.records.lineage:lineage", "Show the ancestry of an artifact."),
-        "reproduce": (
-            "tasks.cli.records.reproduce:reproduce",
-            "Repeat an earlier run, and compare.",
-        ),
+        "runs": (".records.runs:runs", "List runs with their results, and show one."),
+        "metrics": (".records.metrics:metrics", "Show the metrics of a run by step."),
+        "logs": (".records.logs:logs", "Show or follow the log of a run."),
+        "ui": (".records.ui:ui", "Serve the page of the runs on this machine."),
+        "share": (".records.share:share", "Write a run or a comparison as an HTML file."),
+        "rollouts": (".records.rollouts:rollouts", "Show the recorded rollouts of a training."),
+        "lineage": (".records.lineage:lineage", "Show the ancestry of an artifact."),
+        "reproduce": (".records.reproduce:reproduce", "Repeat an earlier run, and compare."),
     },
     "Models": {
-        "eval": ("tasks.cli.models.eval:evaluate", "Show an evaluation, or compare two."),
-        "chat": ("tasks.cli.models.chat:chat", "Chat with an exported model, or ask it once."),
-        "serve": ("tasks.cli.models.serve:serve", "Serve a model to clients of OpenAI's API."),
-        "promote": ("tasks.cli.models.promote:promote", "Give a model a name such as production."),
-        "card": ("tasks.cli.models.card:card", "Write the model card of a checkpoint."),
-        "export": (
-            "tasks.cli.models.export:export_command",
-            "Export a model to GGUF, or to the hub.",
-        ),
-        "convert": ("tasks.cli.models.convert:convert", "Convert a model into another format."),
-        "check-model": (
-            "tasks.cli.models.check_model:check_model",
-            "Check a model in the rollout engine.",
-        ),
+        "eval": (".models.eval:evaluate", "Show an evaluation, or compare two."),
+        "chat": (".models.chat:chat", "Chat with an exported model, or ask it once."),
+        "serve": (".models.serve:serve", "Serve a model to clients of OpenAI's API."),
+        "promote": (".models.promote:promote", "Give a model a name such as production."),
+        "card": (".models.card:card", "Write the model card of a checkpoint."),
+        "export": (".models.export:export_command", "Export a model to GGUF, or to the hub."),
+        "convert": (".models.convert:convert", "Convert a model into another format."),
+        "check-model": (".models.check_model:check_model", "Check a model in the rollout engine."),
     },
     "Machine and store": {
-        "doctor": ("tasks.cli.machine.doctor:doctor", "Check this machine, and suggest fixes."),
+        "doctor": (".machine.doctor:doctor", "Check this machine, and suggest fixes."),
         "cluster-check": (
-            "tasks.cli.machine.cluster_check:cluster_check",
+            ".machine.cluster_check:cluster_check",
             "Check a Flyte cluster before the first run.",
         ),
-        "usage": ("tasks.cli.store.usage:usage", "Show the disk usage of the store."),
-        "gc": ("tasks.cli.store.gc:gc", "Free disk: remove artifacts that no kept run needs."),
-        "verify": (
-            "tasks.cli.store.verify:verify",
-            "Hash artifacts again, and find damaged ones.",
-        ),
+        "usage": (".store.usage:usage", "Show the disk usage of the store."),
+        "gc": (".store.gc:gc", "Free disk: remove artifacts that no kept run needs."),
+        "verify": (".store.verify:verify", "Hash artifacts again, and find damaged ones."),
     },
 }
 
@@ -118,7 +97,7 @@ class LazyGroup(RichGroup):
         if cmd_name not in self._table:
             return None
         module, _, attribute = self._table[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        command: click.Command = getattr(import_module(module, __name__), attribute)
         return command
 
     def resolve_command(

@@ -7,9 +7,9 @@ from pathlib import Path
 from nemo_rl_core.evals.sweep import SweptSetting
 from nemo_rl_core.history.records import point_label
 from nemo_rl_core.store.store import Store
-from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
+from nemo_rl_core.telemetry.console import program, short_path
+from nemo_rl_core.telemetry.decks import sampled_figures, with_interval
 from nemo_rl_core.telemetry.metrics import MetricsFile
-from nemo_rl_core.telemetry.program import program, short_path
 from tasks.artifacts import (
     Artifact,
     CheckpointArtifact,

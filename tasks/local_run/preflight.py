@@ -9,12 +9,7 @@ from typing import Any
 
 from nemo_rl_core.algorithms.declarations import ALGORITHMS
 from nemo_rl_core.checkpoints.model_code import unpinned
-from nemo_rl_core.config.data import (
-    DataConfig,
-    FileData,
-    HubData,
-    MixtureData,
-)
+from nemo_rl_core.config.data import DataConfig, FileData, HubData, MixtureData
 from nemo_rl_core.config.defaults import rate_warning
 from nemo_rl_core.config.environment import (
     ByTask,
@@ -70,12 +65,13 @@ from nemo_rl_core.telemetry.tracker_checks import check_trackers
 from nemo_rl_core.types import Prompt
 from tasks.planning.gpu_hours import check_budget
 from tasks.planning.gpu_plan import refuse_what_does_not_fit
-from tasks.planning.model_checks import refuse_heads, refuse_layers
-from tasks.planning.run_size import (
+from tasks.planning.recipe_checks import (
     MOST_BYTES_READ,
     bytes_of,
     check_size,
     reading_quietly,
+    refuse_heads,
+    refuse_layers,
     rows_to_check,
 )
 from tasks.recipes.common import PipelineRecipe, Recipe

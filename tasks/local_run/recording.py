@@ -42,14 +42,18 @@ from nemo_rl_core.telemetry.events import (
 )
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import Artifact
-from tasks.local_run.values import artifact_id, described_values, named_outputs, plain, promises_in
-from tasks.ray_cluster.node_calls import (
+from tasks.local_run.values import (
     NodeCall,
     NodeOutput,
+    artifact_id,
+    described_values,
     kind_of,
+    named_outputs,
     node_name,
     own_name,
+    plain,
     point_settings,
+    promises_in,
 )
 from tasks.ray_cluster.stopping import StopPosition
 
@@ -214,7 +218,10 @@ class Recorder:
             log_from=self._log_bytes(),
             point=point,
         )
-        sources = {key: self._sources(value) for key, value in kwargs.items()}
+        sources = {
+            key: [source for part in promises_in(value) for source in self._source(part)]
+            for key, value in kwargs.items()
+        }
         for key, found in sources.items():
             for source in found:
                 self._writer.connect(source.node, source.output, node, key)
@@ -225,10 +232,6 @@ class Recorder:
         if call.is_stage:
             publish(StageStarted(call.shown))
         return call
-
-    def _sources(self, value: Any) -> list[NodeOutput]:
-        nodes = [self._source(part) for part in promises_in(value)]
-        return [source for sources in nodes for source in sources]
 
     def _source(self, value: Promise | Artifact | BaseModel) -> list[NodeOutput]:
         caller = self._calls[-1] if self._calls else None
@@ -296,10 +299,7 @@ class Recorder:
         )
         self._end_training(call, state)
         end = NodeEnd(
-            state,
-            error=text,
-            cost=cost.model_dump() if cost else {},
-            log_to=self._log_bytes(),
+            state, error=text, cost=cost.model_dump() if cost else {}, log_to=self._log_bytes()
         )
         self._writer.end_node(call.node, end)
         if call.is_stage:

@@ -32,12 +32,11 @@ from nemo_rl_core.store.manifest import package_versions
 from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.budget import LIMIT, counted_run, limit_from
-from nemo_rl_core.telemetry.console import console_on
+from nemo_rl_core.telemetry.console import console_on, program, short_path
 from nemo_rl_core.telemetry.display import choose_display, show_on
 from nemo_rl_core.telemetry.display_lines import summary_table
 from nemo_rl_core.telemetry.events import subscribe
 from nemo_rl_core.telemetry.notices import check_addresses
-from nemo_rl_core.telemetry.program import program, short_path
 from nemo_rl_core.telemetry.run_log import RunLog, redirect_descriptors
 from nemo_rl_core.telemetry.tracking import tracked
 from tasks.flyte.local import on_cluster

@@ -20,8 +20,8 @@ from flytekit.types.error.error import FlyteError
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.console import short_path
 from nemo_rl_core.telemetry.curves import completions_html
-from nemo_rl_core.telemetry.program import short_path
 from tasks.flyte.local import on_cluster
 from tasks.pods.resources import DECK, PLAIN
 from tasks.ray_cluster.experimental.ray_job_api import RayJobApi

@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.environment import EnvironmentConfig
-from nemo_rl_core.config.model import (
-    ModelConfig,
-    ModelFromWheel,
-    PretrainedModel,
-    TextModelFromConfig,
-)
+from nemo_rl_core.config.model import ModelConfig, ModelFromWheel, PretrainedModel
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.errors import ConfigError, ModelError, NemoRLError, ResourceError
 from nemo_rl_core.planning.accelerators import ACCELERATORS, Accelerator, own_accelerator
@@ -269,13 +264,11 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
                 got=f"model.kind: wheel, {model.name}",
                 fix="plan with a local config.json: --model-config FILE",
             )
-    from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
+    from nemo_rl_core.data.tokenizer import build_tokenizer
 
-    is_text = isinstance(model, TextModelFromConfig)
-    tokenizer = build_byte_tokenizer() if is_text else build_arithmetic_tokenizer()
     return {
         "model_type": "qwen2",
-        "vocab_size": len(tokenizer),
+        "vocab_size": len(build_tokenizer(model)),
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
         "num_hidden_layers": model.num_layers,

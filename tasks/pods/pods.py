@@ -4,7 +4,9 @@ All settings of a group are in its template: the Ray plugin ignores a template i
 `requests`, and the task's own requests apply to every pod, including head and submitter.
 """
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Mapping
+from typing import Any
 
 from flytekit import PodTemplate, Resources
 
@@ -12,17 +14,14 @@ from nemo_rl_core.store.node_cache import FOLDER, GIB
 from tasks.pods.shapes import Nodes, Shape
 from tasks.pods.site_pods import node_cache_settings, nodes_with, with_site_settings
 
-if TYPE_CHECKING:
-    from kubernetes.client import (
-        V1Affinity,
-        V1PodSecurityContext,
-        V1PodSpec,
-        V1Volume,
-        V1VolumeMount,
-    )
-
 STORE_CLAIM, STORE_FOLDER = "nemo-rl-store", "/var/nemo_rl"
 """A volume mounted by all pods of a stage: the head plans files that remote workers write."""
+
+_STORE_VOLUME = {"name": "store", "persistentVolumeClaim": {"claimName": STORE_CLAIM}}
+_STORE_MOUNT = {"name": "store", "mountPath": STORE_FOLDER}
+
+_USER = {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000}
+"""The image's user; its files in the volume belong to that group."""
 
 SECRETS = "nemo-rl-secrets"
 """Environment of every pod from an optional secret: tokens of hubs and loggers."""
@@ -80,71 +79,50 @@ def head_pod() -> PodTemplate:
 
 def driver_pod() -> PodTemplate:
     """Returns the pod of the same process on the Ray cluster of a run, with a separate head."""
-    from kubernetes import client
-
-    template = _stopped_gracefully("stage")
-    name = client.V1ObjectFieldSelector(field_path="metadata.name")
-    source = client.V1EnvVarSource(field_ref=name)
-    main = template.pod_spec.containers[0]
-    main.env = [*(main.env or []), client.V1EnvVar(name=POD_NAME, value_from=source)]
-    return template
+    return _stopped_gracefully("stage", _variable(POD_NAME, "metadata.name"))
 
 
-def _stopped_gracefully(container: str) -> PodTemplate:
-    from kubernetes import client
-
-    template = _template(container, _HEAD, _HEAD_SHARED_MEMORY_GIB)
-    stop = client.V1ExecAction(command=["sh", "-c", _STOP_IN_ORDER])
-    head = template.pod_spec.containers[0]
-    handler = client.V1LifecycleHandler(_exec=stop)  # type: ignore[call-arg]  # stubs: var_exec
-    head.lifecycle = client.V1Lifecycle(pre_stop=handler)
-    template.pod_spec.termination_grace_period_seconds = _GRACE_SECONDS
-    return _without_drain(with_site_settings(template, "head"))
+def _stopped_gracefully(container: str, *variables: dict[str, Any]) -> PodTemplate:
+    spec = _spec(container, _HEAD, _HEAD_SHARED_MEMORY_GIB)
+    main = spec["containers"][0]
+    main["env"] = [*main.get("env", ()), *variables]
+    main["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", _STOP_IN_ORDER]}}}
+    spec["terminationGracePeriodSeconds"] = _GRACE_SECONDS
+    return _without_drain(with_site_settings(_template(spec), "head"))
 
 
 def pod_with_node_cache() -> PodTemplate | None:
     """Returns a plain task's pod with its node's cache; None if the site has no such folders."""
     if node_cache_settings() is None:
         return None
-    from kubernetes import client
-
-    spec = client.V1PodSpec(
-        containers=[client.V1Container(name="primary")], security_context=_user()
-    )
-    _add_node_cache(spec)
-    return PodTemplate(primary_container_name="primary", pod_spec=spec, labels=dict(_LABELS))
+    spec = {"containers": [{"name": "primary"}], "securityContext": _USER}
+    return _template(_with_node_cache(spec))
 
 
-def _add_node_cache(spec: "V1PodSpec") -> None:
+def _with_node_cache(spec: dict[str, Any]) -> dict[str, Any]:
     cache = node_cache_settings()
     if cache is None:
-        return
-    from kubernetes import client
-
-    folder = client.V1HostPathVolumeSource(path=cache.folder, type="DirectoryOrCreate")
-    spec.volumes = [
-        *(spec.volumes or []),
-        client.V1Volume(name="node-cache", host_path=folder),
-    ]
-    main = spec.containers[0]
-    mount = client.V1VolumeMount(name="node-cache", mount_path=NODE_CACHE_FOLDER)
-    main.volume_mounts = [*(main.volume_mounts or []), mount]
+        return spec
+    folder = {"path": cache.folder, "type": "DirectoryOrCreate"}
+    mount = {"name": "node-cache", "mountPath": NODE_CACHE_FOLDER}
     variables = {FOLDER: NODE_CACHE_FOLDER, GIB: f"{cache.gib:g}"}
-    env = [client.V1EnvVar(name=name, value=value) for name, value in variables.items()]
-    main.env = [*(main.env or []), *env]
+    env = [{"name": name, "value": value} for name, value in variables.items()]
+    main = spec["containers"][0]
+    main["volumeMounts"] = [*main.get("volumeMounts", ()), mount]
+    main["env"] = [*main.get("env", ()), *env]
+    volumes = [*spec.get("volumes", ()), {"name": "node-cache", "hostPath": folder}]
+    return {**spec, "volumes": volumes}
 
 
 def worker_pod(shape: Shape, nodes: Nodes) -> PodTemplate:
     """Returns the pod of one machine's workers."""
-    from kubernetes.client import V1Toleration
-
-    template = _template("ray-worker", nodes.resources, nodes.shared_memory_gib)
-    if nodes.num_gpus:
-        spec = template.pod_spec
-        spec.tolerations = [V1Toleration(key=GPU, operator="Exists", effect="NoSchedule")]
-        spec.node_selector = nodes_with(shape.accelerator) if shape.accelerator else None
-        return _without_drain(with_site_settings(template, "worker", "gpu_worker"))
-    return _without_drain(with_site_settings(template, "worker"))
+    spec = _spec("ray-worker", nodes.resources, nodes.shared_memory_gib)
+    if not nodes.num_gpus:
+        return _without_drain(with_site_settings(_template(spec), "worker"))
+    spec["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
+    if shape.accelerator:
+        spec["nodeSelector"] = nodes_with(shape.accelerator)
+    return _without_drain(with_site_settings(_template(spec), "worker", "gpu_worker"))
 
 
 def _without_drain(template: PodTemplate) -> PodTemplate:
@@ -162,86 +140,47 @@ def pod_with_store(*, spread_group: str | None = None) -> PodTemplate:
 
     Pods of one `spread_group` run on different machines if there is room.
     """
-    from kubernetes import client
-
-    field = client.V1ObjectFieldSelector(field_path="spec.nodeName")
-    node = client.V1EnvVar(name=NODE, value_from=client.V1EnvVarSource(field_ref=field))
-    container = client.V1Container(name="primary", env=[node], volume_mounts=[_mount_of_store()])
-    spec = client.V1PodSpec(
-        containers=[container],
-        volumes=[_volume_of_store()],
-        security_context=_user(),
-    )
-    labels = dict(_LABELS)
-    if spread_group is not None:
-        labels["nemo-rl-flow/apart"] = spread_group
-        spec.affinity = _away_from({"nemo-rl-flow/apart": spread_group})
-    return PodTemplate(primary_container_name="primary", pod_spec=spec, labels=labels)
+    env = [_variable(NODE, "spec.nodeName")]
+    container = {"name": "primary", "env": env, "volumeMounts": [_STORE_MOUNT]}
+    spec = {"containers": [container], "volumes": [_STORE_VOLUME], "securityContext": _USER}
+    if spread_group is None:
+        return _template(spec)
+    group = {"nemo-rl-flow/apart": spread_group}
+    others = {"labelSelector": {"matchLabels": group}, "topologyKey": "kubernetes.io/hostname"}
+    preferred = [{"weight": 100, "podAffinityTerm": others}]
+    apart = {"preferredDuringSchedulingIgnoredDuringExecution": preferred}
+    return _template({**spec, "affinity": {"podAntiAffinity": apart}}, group)
 
 
-def _away_from(labels: dict[str, str]) -> "V1Affinity":
-    from kubernetes import client
-
-    others = client.V1PodAffinityTerm(
-        label_selector=client.V1LabelSelector(match_labels=labels),
-        topology_key="kubernetes.io/hostname",
-    )
-    preferred = client.V1WeightedPodAffinityTerm(pod_affinity_term=others, weight=100)
-    return client.V1Affinity(
-        pod_anti_affinity=client.V1PodAntiAffinity(
-            preferred_during_scheduling_ignored_during_execution=[preferred]
-        )
-    )
-
-
-def _template(container: str, resources: Resources, shared_memory_gib: int) -> PodTemplate:
+def _spec(container: str, resources: Resources, shared_memory_gib: int) -> dict[str, Any]:
     from flytekit.core.resources import pod_spec_from_resources
-    from kubernetes import client
+    from kubernetes.client import ApiClient
 
     # Requests equal limits: evicting one pod of a gang for its memory ends all of them.
-    spec = pod_spec_from_resources(
+    reserved = pod_spec_from_resources(
         primary_container_name=container,
         requests=resources,
         limits=resources,
         k8s_gpu_resource_key=GPU,
     )
-    spec.volumes = [
-        client.V1Volume(
-            name="shared-memory",
-            empty_dir=client.V1EmptyDirVolumeSource(
-                medium="Memory", size_limit=f"{shared_memory_gib}Gi"
-            ),
-        ),
-        _volume_of_store(),
-    ]
-    main = spec.containers[0]
-    main.volume_mounts = [
-        client.V1VolumeMount(name="shared-memory", mount_path="/dev/shm"),
-        _mount_of_store(),
-    ]
-    main.env_from = [
-        client.V1EnvFromSource(secret_ref=client.V1SecretEnvSource(name=SECRETS, optional=True))
-    ]
-    spec.security_context = _user()
-    _add_node_cache(spec)
-    return PodTemplate(primary_container_name=container, pod_spec=spec, labels=dict(_LABELS))
+    spec = ApiClient().sanitize_for_serialization(reserved)  # type: ignore[no-untyped-call]
+    shared_memory = {"medium": "Memory", "sizeLimit": f"{shared_memory_gib}Gi"}
+    spec["containers"][0] |= {
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}, _STORE_MOUNT],
+        "envFrom": [{"secretRef": {"name": SECRETS, "optional": True}}],
+    }
+    volumes = [{"name": "shared-memory", "emptyDir": shared_memory}, _STORE_VOLUME]
+    return _with_node_cache({**spec, "volumes": volumes, "securityContext": _USER})
 
 
-def _volume_of_store() -> "V1Volume":
-    from kubernetes import client
-
-    claim = client.V1PersistentVolumeClaimVolumeSource(claim_name=STORE_CLAIM)
-    return client.V1Volume(name="store", persistent_volume_claim=claim)
+def _variable(name: str, field: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}
 
 
-def _mount_of_store() -> "V1VolumeMount":
-    from kubernetes import client
+def _template(spec: dict[str, Any], labels: Mapping[str, str] | None = None) -> PodTemplate:
+    """Returns the template of a pod from its spec as in YAML; the first container is the task's."""
+    from kubernetes.client import ApiClient
 
-    return client.V1VolumeMount(name="store", mount_path=STORE_FOLDER)
-
-
-def _user() -> "V1PodSecurityContext":
-    """Returns the image's user, 1000; its files in the volume belong to that group."""
-    from kubernetes import client
-
-    return client.V1PodSecurityContext(run_as_non_root=True, run_as_user=1000, fs_group=1000)
+    pod_spec = ApiClient().deserialize(json.dumps(spec), "V1PodSpec", "application/json")
+    name, labels = spec["containers"][0]["name"], {**_LABELS, **(labels or {})}
+    return PodTemplate(primary_container_name=name, pod_spec=pod_spec, labels=labels)

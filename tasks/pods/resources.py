@@ -77,12 +77,7 @@ DECK: dict[str, Any] = {
     "enable_deck": True,
     # All except the list of installed packages, for which flytekit starts pip in every task: it
     # takes seconds, and the manifest has the packages that a result depends on.
-    "deck_fields": (
-        DeckField.SOURCE_CODE,
-        DeckField.TIMELINE,
-        DeckField.INPUT,
-        DeckField.OUTPUT,
-    ),
+    "deck_fields": (DeckField.SOURCE_CODE, DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT),
 }
 """Deck fields of a task, for `flytekit.task`."""
 
@@ -112,12 +107,7 @@ WEIGHTS = Kind(
 
 _DRIVER = Resources(cpu="2", mem="8Gi")
 
-GENERATE = Kind(
-    requests=_DRIVER,
-    image=images.GENERATION,
-    timeout=timedelta(hours=12),
-    on_ray=True,
-)
+GENERATE = Kind(requests=_DRIVER, image=images.GENERATION, timeout=timedelta(hours=12), on_ray=True)
 """Stages that sample from a model or score with one: hours at most, restarted when lost."""
 
 TRAIN = Kind(

@@ -68,7 +68,8 @@ def node_cache_settings() -> NodeCacheSettings | None:
     folder, gib = patch.get("folder"), patch.get("gib")
     if not isinstance(gib, int | float) or isinstance(gib, bool):
         gib = 0
-    if not isinstance(folder, str) or not _is_below_root(folder) or not 0 < gib < math.inf:
+    is_below_root = str(folder).startswith("/") and bool(str(folder).strip("/"))
+    if not isinstance(folder, str) or not is_below_root or not 0 < gib < math.inf:
         raise _refused(
             "node_cache is not a folder with a size",
             expected="folder, a path below / on the nodes, and gib, a number above 0",
@@ -76,10 +77,6 @@ def node_cache_settings() -> NodeCacheSettings | None:
             fix="write node_cache: {folder: /mnt/disks/ssd0/nemo_rl, gib: 500}",
         )
     return NodeCacheSettings(folder, float(gib))
-
-
-def _is_below_root(folder: str) -> bool:
-    return folder.startswith("/") and bool(folder.strip("/"))
 
 
 def job_settings() -> JobSettings:
@@ -223,9 +220,7 @@ def _check_labels(found: Any, path: str) -> None:
 def _check_flag(found: Any, path: str) -> None:
     if found is not None and not isinstance(found, bool):
         raise _refused(
-            f"{path} is neither true nor false",
-            expected="true or false",
-            got=repr(found),
+            f"{path} is neither true nor false", expected="true or false", got=repr(found)
         )
 
 

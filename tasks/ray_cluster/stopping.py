@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import click
 
-from nemo_rl_core.telemetry.program import short_command
+from nemo_rl_core.telemetry.console import short_command
 
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 _SHELLS_OFFSET = 128  # what a shell adds to the number of the signal that ended a command

@@ -9,8 +9,7 @@ from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.manifest import Manifest, package_versions
 from nemo_rl_core.store.source_digest import source_digest
-from tasks.reproduce.reproduction import ROOT
-from tasks.reproduce.stage_calls import StageCall
+from tasks.reproduce.reproduction import ROOT, StageCall
 
 
 @dataclass(frozen=True)

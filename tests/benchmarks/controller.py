@@ -35,7 +35,7 @@ from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import remote_compute
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler
-from nemo_rl_core.telemetry.timer import peak_memory_gib
+from nemo_rl_core.telemetry.usage import peak_memory_gib
 from nemo_rl_core.trainers.callbacks import Callback, Metrics, RunningTrainer
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.rollouts import RolloutTrainer

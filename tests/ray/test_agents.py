@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from nemo_rl_core import train
 from nemo_rl_core.config.generated_data import GuessNumberData
 from nemo_rl_core.config.model import ModelFromConfig
-from nemo_rl_core.data.datasets.guess_number import load
+from nemo_rl_core.data.datasets.generated import guess_number_rows
 from nemo_rl_core.games.guess_number import NumberGuess
 from nemo_rl_core.trainers.fit.fitting import TrainResult
 from tests.unit.agents.test_same_episodes import AGENT, OwnPace
@@ -23,7 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("session")]
 
 def trained(**options: Any) -> TrainResult:
     data = GuessNumberData(max_number=15, num_train=24, num_validation=8)
-    rows = [{**row, "metadata": json.loads(row["metadata"])} for row in load(data, seed=0)[0]]
+    train, _ = guess_number_rows(data, seed=0)
+    rows = [{**row, "metadata": json.loads(row["metadata"])} for row in train]
     game = {
         "model": ModelFromConfig(num_layers=1),
         "dataset": rows,

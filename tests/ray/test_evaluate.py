@@ -13,11 +13,11 @@ from nemo_rl_core.config.single_turn import ExactMatch, RewardFunction
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.pretrained import load_tokenizer
-from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import evaluate
 from nemo_rl_core.evals.rows import greedy_outcomes
+from tests.validated import validate_rows
 
 NUM_ROWS = 12
 SAMPLED = ("pass_at_1", "pass_at_2", "cons_at_2")

@@ -21,8 +21,7 @@ from nemo_rl_core.algorithms import (
 )
 from nemo_rl_core.data.loader import load_frame, save_frame
 from nemo_rl_core.data.module import DataModule
-from nemo_rl_core.data.pair_files import load_pairs, save_logprobs
-from nemo_rl_core.data.pairs import pair_batch
+from nemo_rl_core.data.pairs import load_pairs, pair_batch, save_logprobs
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError

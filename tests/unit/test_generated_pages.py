@@ -10,8 +10,7 @@ from generate.recipes import Reference
 from pydantic import Field, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
-from tasks.cli.recipe.recipe_keys import meaning, tables
-from tasks.cli.recipe.types_as_text import default, type_text, unit
+from tasks.cli.recipe.recipe_keys import default, meaning, tables, type_text, unit
 from workflows.cli import PIPELINES
 
 

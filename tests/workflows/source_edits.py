@@ -52,7 +52,7 @@ EDITS: dict[str, tuple[list[str], str, str]] = {
     "how a deck looks": (["nemo_rl_core/telemetry/curves.py"], "", CODE),
     "which curves a stage shows": (["tasks/train_sft.py"], '"grad_norm"', '"num_tokens"'),
     "how costs are counted": (
-        [f"nemo_rl_core/telemetry/{name}.py" for name in ("cost", "usage", "budget", "timer")],
+        [f"nemo_rl_core/telemetry/{name}.py" for name in ("cost", "usage", "budget")],
         "",
         CODE,
     ),

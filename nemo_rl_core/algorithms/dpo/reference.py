@@ -6,8 +6,7 @@ from pathlib import Path
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.trainer import TrainerSettings
-from nemo_rl_core.data.pair_files import load_pairs
-from nemo_rl_core.data.pairs import PreferencePair, pair_batch
+from nemo_rl_core.data.pairs import PreferencePair, load_pairs, pair_batch
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.models.policy import Policy

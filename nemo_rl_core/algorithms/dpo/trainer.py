@@ -12,8 +12,7 @@ from nemo_rl_core.algorithms.dpo.data import mismatched
 from nemo_rl_core.algorithms.dpo.loss import DPOLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader
-from nemo_rl_core.data.pair_files import load_pairs_for
-from nemo_rl_core.data.pairs import PreferencePair, pair_batch, refuse_beyond_budget
+from nemo_rl_core.data.pairs import PreferencePair, load_pairs_for, pair_batch, refuse_beyond_budget
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.preference import kto_baseline
 from nemo_rl_core.functional.protocols import LossFunction

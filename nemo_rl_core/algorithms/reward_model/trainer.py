@@ -7,8 +7,7 @@ from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, Rewar
 from nemo_rl_core.algorithms.reward_model.loss import PreferenceLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader
-from nemo_rl_core.data.pair_files import load_pairs_for
-from nemo_rl_core.data.pairs import PreferencePair, pair_batch, refuse_beyond_budget
+from nemo_rl_core.data.pairs import PreferencePair, load_pairs_for, pair_batch, refuse_beyond_budget
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.trainers.base import BaseTrainer

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.data.frames import row_kind
 from nemo_rl_core.data.loader import LazyRows, load_records, load_tokenized
 from nemo_rl_core.data.loss_masks import SupervisedExample
-from nemo_rl_core.data.schemas import row_kind
 from nemo_rl_core.data.tools import ToolsByTask
 from nemo_rl_core.data.written import written_tools
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
@@ -19,7 +19,7 @@ def load_examples(
     """Tokenizes all rows of a data set folder: prompts, conversations or plain text.
 
     The columns `mask` (trained turns) and `max_tokens` (truncation) come from
-    `schemas.validate_rows`. Rows without completions are refused. Prompts show the offered tools,
+    `schemas.checked_rows`. Rows without completions are refused. Prompts show the offered tools,
     as they do when completions are sampled.
     """
     rows = load_records(folder)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nemo_rl_core.distributed.process_group import local_device
-from nemo_rl_core.telemetry.gpu_use import GpuUse, gpu_use, opened_nvml
+from nemo_rl_core.telemetry.usage import GpuUse, gpu_use, opened_nvml
 
 
 def used_gpu_gib() -> float:

@@ -14,7 +14,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.weight_sync.link import ReceivesWeights
-from nemo_rl_core.telemetry.timer import peak_memory_gib
+from nemo_rl_core.telemetry.usage import peak_memory_gib
 
 _SOURCE = "the trainer's weight transfer"
 

@@ -36,7 +36,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.weight_sync.link import ReceivesWeights
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.telemetry.timer import peak_memory_gib
+from nemo_rl_core.telemetry.usage import peak_memory_gib
 
 
 class MegatronInferenceBackend(ReceivesWeights):

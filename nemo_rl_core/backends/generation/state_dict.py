@@ -20,7 +20,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync.link import ReceivesWeights
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.model_files.loading import with_tied_weights
-from nemo_rl_core.telemetry.timer import peak_memory_gib
+from nemo_rl_core.telemetry.usage import peak_memory_gib
 
 
 def state_dict_worker(backend: type) -> type:

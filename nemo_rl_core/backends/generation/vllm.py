@@ -38,7 +38,7 @@ from nemo_rl_core.errors import ConfigError, ConsistencyError, ModelError, NemoR
 from nemo_rl_core.model_files.loading import empty_model, name_in_errors
 from nemo_rl_core.model_files.weights import check_folder
 from nemo_rl_core.planning.vllm_heads import refuse_heads_on_cpu
-from nemo_rl_core.telemetry.timer import peak_memory_gib
+from nemo_rl_core.telemetry.usage import peak_memory_gib
 
 _MAX_BATCHED_TOKENS = 8192
 _CPU_BLOCK = 32

@@ -26,7 +26,7 @@ from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.planning.load import StageLoad
 from nemo_rl_core.registry import Registry
 from nemo_rl_core.telemetry.model_flops import model_shape
-from nemo_rl_core.telemetry.timer import peak_memory_gib
+from nemo_rl_core.telemetry.usage import peak_memory_gib
 
 _LOG = logging.getLogger(__name__)
 B = TypeVar("B", bound=Any)

@@ -1,4 +1,4 @@
-"""Data set readers, one per file, selected by the `kind` of the config."""
+"""Data set readers, selected by the `kind` of the config."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,12 @@ from nemo_rl_core.config.generated_data import (
     ReasoningGymData,
     SlidingPuzzleData,
 )
-from nemo_rl_core.data.datasets import arithmetic, guess_number, reasoning_gym, sliding_puzzle
+from nemo_rl_core.data.datasets.generated import (
+    arithmetic_rows,
+    guess_number_rows,
+    reasoning_gym_rows,
+    sliding_puzzle_rows,
+)
 from nemo_rl_core.data.datasets.parts import Parts, Recognized
 from nemo_rl_core.types import Row
 
@@ -40,13 +45,13 @@ def load_parts(config: DataConfig, *, seed: int) -> Parts:
 
             return mixture.load(config, load_parts, seed=seed)
         case ArithmeticData():
-            rows = arithmetic.load(config, seed=seed)
+            rows = arithmetic_rows(config, seed=seed)
         case ReasoningGymData():
-            rows = reasoning_gym.load(config, seed=seed)
+            rows = reasoning_gym_rows(config, seed=seed)
         case SlidingPuzzleData():
-            rows = sliding_puzzle.load(config, seed=seed)
+            rows = sliding_puzzle_rows(config, seed=seed)
         case GuessNumberData():
-            rows = guess_number.load(config, seed=seed)
+            rows = guess_number_rows(config, seed=seed)
     return Parts(*rows)
 
 

@@ -10,7 +10,7 @@ from nemo_rl_core.config.row_policy import MAX_DROPPED
 from nemo_rl_core.data.chunks import Chunk, chunks_of, column_names, rows_of
 from nemo_rl_core.data.datasets.content import refuse_lost
 from nemo_rl_core.data.datasets.records import Records, mapped
-from nemo_rl_core.data.frame_faults import invalid_fix, summarize_faults
+from nemo_rl_core.data.frames import invalid_fix, summarize_faults
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 

@@ -23,7 +23,6 @@ from nemo_rl_core.data.datasets.parts import Recognized
 from nemo_rl_core.data.datasets.prompt_columns import AnswerPattern, PromptWriter
 from nemo_rl_core.data.datasets.published import PublishedFormat
 from nemo_rl_core.data.datasets.records import Records
-from nemo_rl_core.data.datasets.refused_shapes import refuse_unsupported_formats
 from nemo_rl_core.data.datasets.row_converters import (
     ROW_FORMATS,
     RecordFormat,
@@ -35,6 +34,7 @@ from nemo_rl_core.data.datasets.unwritten import (
     contained_content,
     mapping_line,
     refuse_lost_questions,
+    refuse_unsupported_formats,
     shown_columns,
     text_columns,
     written_content,
@@ -63,7 +63,7 @@ def recognize(
     Missing values are filled: `id` with the record's index, `completion` with the answer and
     `answer` with the completion, `task` with `task`. Unrecognized columns of prompts go into
     `metadata`, where rewards read them. Numbers become text; other values are unchanged, and
-    `schemas.validate_rows` checks them. The records are iterated several times, in chunks.
+    `schemas.checked_rows` checks them. The records are iterated several times, in chunks.
 
     Args:
         form: How columns are read; None recognizes them.

@@ -92,11 +92,7 @@ def _ranked(prompt: str, answers: str, text: str, score: str) -> PublishedFormat
         return _pair(record.get(prompt), better.get(text), worse.get(text))
 
     return PublishedFormat(
-        (prompt, answers),
-        _TIES_DROPPED,
-        read,
-        answers=(answers,),
-        fits=has_key(answers, score),
+        (prompt, answers), _TIES_DROPPED, read, answers=(answers,), fits=has_key(answers, score)
     )
 
 

@@ -10,7 +10,7 @@ from nemo_rl_core.config.row_policy import MAX_DROPPED
 from nemo_rl_core.data.chunks import column_names
 from nemo_rl_core.data.datasets.columns import has_path, value_at
 from nemo_rl_core.data.datasets.records import Records
-from nemo_rl_core.data.frame_faults import invalid_fix
+from nemo_rl_core.data.frames import invalid_fix
 from nemo_rl_core.data.turns import stored, turns_of
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.functional.boxes import last_boxes

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -16,7 +16,7 @@ from nemo_rl_core.data.datasets.content import (
 )
 from nemo_rl_core.data.datasets.dialogues import as_dialogue
 from nemo_rl_core.data.json_values import json_default, parsed
-from nemo_rl_core.data.turns import FLAG, is_trained, stored, turns_of
+from nemo_rl_core.data.turns import FLAG, is_trained, num_shared, stored, turns_of
 from nemo_rl_core.types import Row
 
 
@@ -87,7 +87,7 @@ def _pair(record: Mapping[str, Any]) -> Row:
     one, other = (turns_of(answer) for answer in pair)
     if one and other and one[0].get("role") != "assistant":
         # At least one turn remains for the answer, so that equal pairs are detected.
-        shared = min(_num_shared(one, other), len(one) - 1, len(other) - 1)
+        shared = min(num_shared(one, other), len(one) - 1, len(other) - 1)
         prompt = _full_prompt(prompt, one[:shared], record.get("system"))
         pair = [one[shared:], other[shared:]]
     names = ("prompt", "chosen", "rejected")
@@ -126,17 +126,12 @@ def _full_prompt(prompt: Any, shared: list[Any], system: Any) -> Any:
 
 def _split(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Returns the shared start of two texts, and the rest of each."""
-    common = chosen[: _num_shared(chosen, rejected)]
+    common = chosen[: num_shared(chosen, rejected)]
     # Split at white space, since both answers may begin with the same letters.
     shared = max((index + 1 for index, char in enumerate(common) if char.isspace()), default=0)
     # White space goes to the answers: a prompt that ends with it would split a token.
     prompt = common[:shared].rstrip()
     return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
-
-
-def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    differs = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differs, min(len(one), len(other)))
 
 
 def _pair_from_scores(record: Mapping[str, Any]) -> Row | None:

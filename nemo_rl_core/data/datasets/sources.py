@@ -91,7 +91,8 @@ class _Reader:
         path = Path(name).expanduser()
         if path.is_dir():
             return self.folder(path)
-        if path.exists() or _looks_like_a_path(name):
+        is_path = name.startswith((".", "/", "~")) or name.lower().endswith(_SUFFIXES)
+        if path.exists() or is_path:
             return self.rows(files.read_records(path, self.limit), str(path), "file")
         fetched = hub.fetch(kind, subset=rest or None, revision=None)
         parts = {split: partial(dataset_records, part) for split, part in fetched.items()}
@@ -149,10 +150,6 @@ def _refuse_form(form: RowFormat | None, source: str) -> None:
             got=", ".join(sorted(form.model_fields_set)),
             fix="write them into the config (FileData, HubData), or remove them",
         )
-
-
-def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.lower().endswith(_SUFFIXES)
 
 
 def _split_of(file: Path) -> str:

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from nemo_rl_core.maintenance.doctor import machine, services, software
+from nemo_rl_core.maintenance.doctor import machine, software
 from nemo_rl_core.maintenance.doctor.check import Check, Result
 from nemo_rl_core.store.store import Store
 
-CHECKS = (*software.CHECKS, *machine.CHECKS, *services.CHECKS)
+CHECKS = (*software.CHECKS, *machine.CHECKS)
 
 
 @dataclass(frozen=True)

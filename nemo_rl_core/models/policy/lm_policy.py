@@ -34,8 +34,8 @@ from nemo_rl_core.models.policy.choices import with_choices
 from nemo_rl_core.models.policy.remote_compute import Computed
 from nemo_rl_core.store.machine import process_numerics
 from nemo_rl_core.telemetry import usage
-from nemo_rl_core.telemetry.gpu_use import GpuUse, gpu_use
 from nemo_rl_core.telemetry.model_flops import Phase, model_shape
+from nemo_rl_core.telemetry.usage import GpuUse, gpu_use
 from nemo_rl_core.telemetry.waiting import waiting
 
 _SECONDS_TO_ANSWER = 60.0

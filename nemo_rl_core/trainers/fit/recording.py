@@ -27,6 +27,7 @@ from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.manifest import Cost, Manifest, package_versions
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry import usage
+from nemo_rl_core.telemetry.console import program, short_path
 from nemo_rl_core.telemetry.events import (
     ArtifactMade,
     Event,
@@ -37,9 +38,7 @@ from nemo_rl_core.telemetry.events import (
     publish,
     subscribe,
 )
-from nemo_rl_core.telemetry.notebook import in_notebook
-from nemo_rl_core.telemetry.program import program, short_path
-from nemo_rl_core.telemetry.python_output import program_output
+from nemo_rl_core.telemetry.python_output import in_notebook, program_output
 from nemo_rl_core.telemetry.run_log import RunLog, is_logging
 from nemo_rl_core.telemetry.tracking import tracked
 from nemo_rl_core.trainers.loop import STOPPED

@@ -1,6 +1,9 @@
 """Lines of checks on the terminal: state, name, result, and the fix below."""
 
+import json
 import textwrap
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -19,3 +22,14 @@ def show_check(name: str, result: Result) -> None:
         click.echo(f"{'':21}{line}")
     if result.fix:
         click.echo(f"{'':21}fix: {result.fix}")
+
+
+def end_checks(checks: Sequence[dict[str, Any]], *, as_json: bool, **more: str) -> None:
+    """Prints the number of checks in each state, or all as JSON; exits with 1 if one has failed."""
+    counts = {state: sum(check["state"] == state for check in checks) for state in COLORS}
+    if as_json:
+        click.echo(json.dumps({**more, "checks": checks, "counts": counts}, indent=1))
+    else:
+        click.echo("\n" + ", ".join(f"{number} {state}" for state, number in counts.items()))
+    if counts["fail"]:
+        raise SystemExit(1)

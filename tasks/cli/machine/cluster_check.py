@@ -1,6 +1,5 @@
 """`nemo-rl cluster-check`: check that a Flyte cluster has what the stages need."""
 
-import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.maintenance.doctor.check import Result
 from tasks.cli.cluster_options import on_a_cluster
-from tasks.cli.machine.check_table import COLORS, show_check
+from tasks.cli.machine.check_table import end_checks, show_check
 from tasks.cli.pipelines import current_pipelines
 from tasks.cli.recipe.run import complete_settings
 
@@ -22,22 +21,11 @@ from tasks.cli.recipe.run import complete_settings
 @rich_click.command("cluster-check")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_settings)
 @on_a_cluster
-@click.option(
-    "--timeout",
-    "timeout_seconds",
-    type=click.FloatRange(min=1),
-    default=1800.0,
-    show_default=True,
-    help="Seconds for all checks together.",
-)
-@click.option(
-    "--volume-wait",
-    "wait_seconds",
-    type=click.FloatRange(min=1),
-    default=300.0,
-    show_default=True,
-    help="Seconds for the two pods of the volume to see each other.",
-)
+@click.option("--timeout", "timeout_seconds", type=click.FloatRange(min=1), default=1800.0,
+              show_default=True, help="Seconds for all checks together.")  # fmt: skip
+@click.option("--volume-wait", "wait_seconds", type=click.FloatRange(min=1), default=300.0,
+              show_default=True,
+              help="Seconds for the two pods of the volume to see each other.")  # fmt: skip
 @click.option("--autoscaled", is_flag=True,
               help="Machines are added when pods wait: a lack of large enough machines is only a "
               "warning.")  # fmt: skip
@@ -95,16 +83,7 @@ def cluster_check(
             lines.append(line)
             if not as_json:
                 show_check(line.name, Result(line.state, line.found, line.fix))
-    counts = {state: sum(line.state == state for line in lines) for state in COLORS}
-    if as_json:
-        checks = [line.model_dump() for line in lines]
-        click.echo(
-            json.dumps({"execution": run.name, "checks": checks, "counts": counts}, indent=1)
-        )
-    else:
-        click.echo("\n" + ", ".join(f"{number} {state}" for state, number in counts.items()))
-    if counts["fail"]:
-        raise SystemExit(1)
+    end_checks([line.model_dump() for line in lines], as_json=as_json, execution=run.name)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """`nemo-rl doctor`: check this machine."""
 
-import json
 from dataclasses import asdict
 
 import click
@@ -8,7 +7,7 @@ import rich_click
 
 from nemo_rl_core.maintenance.doctor.diagnose import diagnose
 from nemo_rl_core.store.store import Store
-from tasks.cli.machine.check_table import COLORS, show_check
+from tasks.cli.machine.check_table import end_checks, show_check
 
 
 @rich_click.command()
@@ -25,14 +24,8 @@ def doctor(*, quick: bool, as_json: bool) -> None:
         answers.append(answer)
         if not as_json:
             show_check(answer.name, answer.result)
-    counts = {state: sum(each.result.state == state for each in answers) for state in COLORS}
-    if as_json:
-        checks = [
-            {"name": each.name, **asdict(each.result), "seconds": round(each.seconds, 3)}
-            for each in answers
-        ]
-        click.echo(json.dumps({"checks": checks, "counts": counts}, indent=1))
-    else:
-        click.echo("\n" + ", ".join(f"{number} {state}" for state, number in counts.items()))
-    if counts["fail"]:
-        raise SystemExit(1)
+    checks = [
+        {"name": each.name, **asdict(each.result), "seconds": round(each.seconds, 3)}
+        for each in answers
+    ]
+    end_checks(checks, as_json=as_json)

@@ -25,7 +25,7 @@ from flytekit.tools.fast_registration import FastPackageOptions
 from nemo_rl_core.config.cluster import ClusterConfig
 from tasks.flyte.code_secrets import CHECKOUT, refuse_secrets
 from tasks.flyte.flyte_answers import explained_answers
-from tasks.pods.check_line import CheckLine
+from tasks.pods.node_room import CheckLine
 from tasks.pods.registry import refuse_missing_registry
 from tasks.pods.site_pods import QUEUE_LABEL, job_settings
 

@@ -7,7 +7,7 @@ import click
 import rich_click
 
 from nemo_rl_core.errors import DataError, ModelError
-from tasks.cli.records.names import complete_artifacts
+from tasks.cli.records.names import complete_artifacts, model_folder
 
 if TYPE_CHECKING:
     from nemo_rl_core.evals.chat import Conversation
@@ -34,7 +34,6 @@ def chat(model: str, prompt: str | None, max_new_tokens: int, history: bool | No
     begins a new conversation. Answers are greedy.
     """
     from nemo_rl_core.evals.chat import Chat, Conversation
-    from tasks.cli.models.model_folder import model_folder
 
     try:
         loaded = Chat(model_folder(model), max_new_tokens=max_new_tokens)

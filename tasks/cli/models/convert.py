@@ -34,38 +34,33 @@ class Conversion:
         return self.max_shard_mib * 2**20
 
 
-def _hf_to_megatron(conversion: Conversion) -> str:
+def _hf_to_megatron(call: Conversion) -> str:
     from nemo_rl_core.converters.megatron import hf_to_megatron
 
-    hf_to_megatron(
-        conversion.source, conversion.target, training=_training(conversion), dtype=conversion.dtype
-    )
-    return _proven(conversion, conversion.source)
+    hf_to_megatron(call.source, call.target, training=_training(call), dtype=call.dtype)
+    return _proven(call, call.source)
 
 
-def _megatron_to_hf(conversion: Conversion) -> str:
+def _megatron_to_hf(call: Conversion) -> str:
     from nemo_rl_core.converters.megatron import megatron_to_hf
 
     megatron_to_hf(
-        conversion.source,
-        conversion.target,
-        max_shard_bytes=conversion.max_shard_bytes,
-        training=_training(conversion),
+        call.source, call.target, max_shard_bytes=call.max_shard_bytes, training=_training(call)
     )
-    return _proven(conversion, conversion.target)
+    return _proven(call, call.target)
 
 
-def _proven(conversion: Conversion, model_folder: Path) -> str:
+def _proven(call: Conversion, model_folder: Path) -> str:
     """Proves the conversion and returns a summary; removes the target on failure."""
     from nemo_rl_core.converters.proof import prove
     from nemo_rl_core.converters.rows import token_rows
     from nemo_rl_core.store.files import discard
 
     try:
-        rows = token_rows(conversion.data, model_folder, num_rows=conversion.num_rows)
-        report = prove(conversion.source, conversion.target, rows, tolerance=conversion.tolerance)
+        rows = token_rows(call.data, model_folder, num_rows=call.num_rows)
+        report = prove(call.source, call.target, rows, tolerance=call.tolerance)
     except NemoRLError:
-        discard(conversion.target)
+        discard(call.target)
         raise
     return (
         f"{report.num_equal} of {report.num_tensors} tensors bitwise identical; logprobs of "
@@ -75,64 +70,58 @@ def _proven(conversion: Conversion, model_folder: Path) -> str:
     )
 
 
-def _dcp(conversion: Conversion) -> str:
+def _dcp(call: Conversion) -> str:
     from nemo_rl_core.converters.dcp import dcp_to_hf
 
     num_tensors = dcp_to_hf(
-        conversion.source,
-        _model(conversion),
-        conversion.target,
-        prefix=conversion.prefix,
-        max_shard_bytes=conversion.max_shard_bytes,
+        call.source,
+        _model(call),
+        call.target,
+        prefix=call.prefix,
+        max_shard_bytes=call.max_shard_bytes,
     )
     return f"{num_tensors} tensors"
 
 
-def _lora(conversion: Conversion) -> str:
+def _lora(call: Conversion) -> str:
     from nemo_rl_core.converters.lora import merge_lora
 
     num_merged = merge_lora(
-        conversion.source,
-        _model(conversion),
-        conversion.target,
-        max_shard_bytes=conversion.max_shard_bytes,
+        call.source, _model(call), call.target, max_shard_bytes=call.max_shard_bytes
     )
     return f"{num_merged} weights with their adapters merged in"
 
 
-def _vllm(conversion: Conversion) -> str:
+def _vllm(call: Conversion) -> str:
     from nemo_rl_core.converters.vllm_ready import vllm_ready
 
     num_tensors = vllm_ready(
-        conversion.source,
-        conversion.target,
-        dtype=conversion.dtype,
-        max_shard_bytes=conversion.max_shard_bytes,
+        call.source, call.target, dtype=call.dtype, max_shard_bytes=call.max_shard_bytes
     )
-    return f"{num_tensors} tensors in {conversion.dtype}"
+    return f"{num_tensors} tensors in {call.dtype}"
 
 
-def _training(conversion: Conversion) -> Any:
+def _training(call: Conversion) -> Any:
     from nemo_rl_core.config.training import MegatronTraining
 
     return MegatronTraining(
-        tensor_parallel_size=conversion.tensor_parallel_size,
-        pipeline_parallel_size=conversion.pipeline_parallel_size,
+        tensor_parallel_size=call.tensor_parallel_size,
+        pipeline_parallel_size=call.pipeline_parallel_size,
     )
 
 
-def _model(conversion: Conversion) -> Path:
+def _model(call: Conversion) -> Path:
     from nemo_rl_core.converters.folders import require_folder
 
-    if conversion.model is None:
+    if call.model is None:
         raise ConfigError(
-            f"{conversion.kind} needs a second folder",
+            f"{call.kind} needs a second folder",
             expected="--model FOLDER",
             got="none",
             fix="pass the base of the adapter, or the folder of the model's config and tokenizer",
         )
-    require_folder(conversion.model, "config.json")
-    return conversion.model
+    require_folder(call.model, "config.json")
+    return call.model
 
 
 _KINDS: dict[str, Callable[[Conversion], str]] = {
@@ -175,6 +164,6 @@ def convert(**given: Any) -> None:
     Conversions between transformers and Megatron are proven: equal tensors, and equal logprobs
     within the tolerance. A target that fails its proof is removed.
     """
-    conversion = Conversion(**given)
-    result = _KINDS[conversion.kind](conversion)
-    click.echo(f"wrote {conversion.target}: {result}")
+    call = Conversion(**given)
+    result = _KINDS[call.kind](call)
+    click.echo(f"wrote {call.target}: {result}")

@@ -7,7 +7,7 @@ import click
 import rich_click
 
 from nemo_rl_core.errors import ConfigError
-from tasks.cli.records.names import complete_artifacts
+from tasks.cli.records.names import complete_artifacts, model_folder
 
 
 @rich_click.command("export")
@@ -31,7 +31,6 @@ def export_command(
     Every exported model is already a transformers folder, which transformers and vLLM load.
     """
     from nemo_rl_core.converters.materialize import check_pretrained
-    from tasks.cli.models.model_folder import model_folder
 
     if gguf_file is None and hub is None:
         raise ConfigError(

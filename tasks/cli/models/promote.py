@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 import rich_click
 
-from tasks.cli.records.names import complete_artifacts
+from tasks.cli.records.names import complete_artifacts, model_folder
 
 if TYPE_CHECKING:
     from nemo_rl_core.store.aliases import Alias, Aliases
@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 @click.option("--history", is_flag=True, help="Show all changes instead of the last two.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def promote(
-    model: str | None,
-    names: tuple[str, ...],
-    *,
-    aliases: str | None,
-    history: bool,
-    as_json: bool,
+    model: str | None, names: tuple[str, ...], *, aliases: str | None, history: bool, as_json: bool
 ) -> None:
     """Give MODEL each NAME; without a NAME, show the model of each name, now and before.
 
@@ -69,7 +64,6 @@ def _lines(alias: "Alias", *, full: bool) -> list[str]:
 def _artifact(known: "Aliases", name: str) -> str:
     from nemo_rl_core.store import remote
     from nemo_rl_core.store.aliases import PREFIX
-    from tasks.cli.models.model_folder import model_folder
 
     alias = name.removeprefix(PREFIX)
     if alias in known.names():

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import rich_click
 
-from tasks.cli.records.names import complete_artifacts
+from tasks.cli.records.names import complete_artifacts, model_folder
 
 
 @rich_click.command(context_settings={"ignore_unknown_options": True})
@@ -27,7 +27,7 @@ def serve(
     """
     from nemo_rl_core.converters.materialize import check_pretrained
     from nemo_rl_core.errors import ModelError
-    from tasks.cli.models.model_folder import model_folder
+    from tasks.cli.records.ui import listen
 
     folder = model_folder(model).resolve()
     if not folder.is_dir():
@@ -38,7 +38,8 @@ def serve(
             fix="name the folder that the run printed after `model:`",
         )
     check_pretrained(str(folder), trust_remote_code="--trust-remote-code" in vllm_options)
-    _refuse_taken(host, port)
+    # The port is checked before the engine is loaded, which takes a while.
+    listen(host, port, what="model", fix="give another one, as in --port 8001").close()
     name = name or (folder.parent.name if folder.name == "model" else folder.name)
     click.echo(f"The model {name!r} at http://{host}:{port}/v1 once it is loaded  (Ctrl-C ends it)")
     _run(["--model", str(folder), "--host", host, "--port", str(port),
@@ -54,26 +55,6 @@ def _defaults() -> list[str]:
     # Prompts in one piece, since chunks would draw from the seeded generators of requests.
     return ["--gpu-memory-utilization", "0.5", "--dtype", "float32", "--enforce-eager",
             "--no-enable-chunked-prefill"]  # fmt: skip
-
-
-def _refuse_taken(host: str, port: int) -> None:
-    """Checks the port before the engine is loaded, which takes a while."""
-    import socket
-
-    from nemo_rl_core.errors import ResourceError
-
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-    except OSError as error:
-        raise ResourceError(
-            f"the model cannot be served on {host}, port {port}",
-            expected="an address of this machine and a free port",
-            got=str(error),
-            fix="give another one, as in --port 8001",
-        ) from error
 
 
 def _run(arguments: list[str]) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _paths(_context: click.Context, _parameter: object, incomplete: str) -> list[CompletionItem]:
-    from tasks.cli.recipe.key_paths import completions
+    from tasks.cli.recipe.recipe_keys import completions
 
     return [CompletionItem(word.rstrip("=.")) for word in completions(incomplete)]
 
@@ -32,8 +32,7 @@ def keys(path: str | None, *, as_json: bool) -> None:
 
         nemo-rl keys grpo.loss
     """
-    from tasks.cli.recipe.key_paths import keys_at, top_keys
-    from tasks.cli.recipe.recipe_keys import pretrained_defaults
+    from tasks.cli.recipe.recipe_keys import keys_at, pretrained_defaults, top_keys
 
     tables = keys_at(path) if path else [("", top_keys())]
     pretrained = pretrained_defaults()

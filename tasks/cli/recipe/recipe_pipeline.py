@@ -1,7 +1,8 @@
 """The pipeline of a recipe, and the refusal of recipes for other pipelines."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_core.errors import ConfigError
 from tasks.recipes.recipe_file import RECIPES, read_recipe
@@ -10,23 +11,30 @@ _SECTIONS = {"distill": "distillation"}
 """Sections of pipelines with another name."""
 
 
+def _with_bases(recipe: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the names and values of a recipe and its base recipes; no values without a file."""
+    seen = {""}
+    while recipe not in seen:
+        seen.add(recipe)
+        path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else RECIPES / f"{recipe}.yaml"
+        values = read_recipe(path) if path.is_file() else {}
+        yield recipe, values
+        recipe = str(values.get("recipe", ""))
+
+
 def pipeline_of(recipe: str, pipelines: Collection[str]) -> str:
     """Returns the pipeline of a recipe, from its name or that of its base recipe."""
-    named, seen = recipe, set()
-    while named not in seen:
-        seen.add(named)
+    values: dict[str, Any] = {}
+    for named, values in _with_bases(recipe):  # noqa: B007 (the values of the last one)
         stem = Path(named).stem
         fitting = [name for name in pipelines if stem == name or stem.startswith(f"{name}_")]
         if fitting:
             return max(fitting, key=len)
-        path = Path(named) if named.endswith((".yaml", ".yml")) else RECIPES / f"{named}.yaml"
-        values = read_recipe(path) if path.is_file() else {}
-        named = str(values.get("recipe", named))
-        sections = [name for name in pipelines if _SECTIONS.get(name, name) in values]
-        # A supervised start is a part of other pipelines.
-        sections = [name for name in sections if name != "sft"] or sections
-        if named in seen and len(sections) == 1:
-            return sections[0]
+    sections = [name for name in pipelines if _SECTIONS.get(name, name) in values]
+    # A supervised start is a part of other pipelines.
+    sections = [name for name in sections if name != "sft"] or sections
+    if len(sections) == 1:
+        return sections[0]
     raise ConfigError(
         f"it is not clear which pipeline the recipe {recipe!r} is for",
         expected=f"a recipe named after one of {', '.join(pipelines)}",
@@ -37,15 +45,7 @@ def pipeline_of(recipe: str, pipelines: Collection[str]) -> str:
 
 def keys_of(recipe: str) -> set[str]:
     """The top-level keys of a recipe and of its base recipes; empty without a file."""
-    keys: set[str] = set()
-    named, seen = recipe, {""}
-    while named not in seen:
-        seen.add(named)
-        path = Path(named) if named.endswith((".yaml", ".yml")) else RECIPES / f"{named}.yaml"
-        values = read_recipe(path) if path.is_file() else {}
-        keys |= {*values}
-        named = str(values.get("recipe", ""))
-    return keys
+    return {key for _, values in _with_bases(recipe) for key in values}
 
 
 def is_shipped(recipe: str) -> bool:

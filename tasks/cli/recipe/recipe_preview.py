@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.data import DataConfig, FileData, HubData
-from nemo_rl_core.config.model import ModelConfig, PretrainedModel, SmallModel, TextModelFromConfig
+from nemo_rl_core.config.model import ModelConfig, PretrainedModel, SmallModel
 from nemo_rl_core.data.chat import prompt_token_ids
-from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.frames import row_kind
+from nemo_rl_core.data.pretrained import load_tokenizer, set_template
 from nemo_rl_core.data.preview import preview, read_row, tools_line
-from nemo_rl_core.data.schemas import row_kind
-from nemo_rl_core.data.template_variables import set_template
-from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
+from nemo_rl_core.data.tokenizer import build_tokenizer
 from nemo_rl_core.data.tools import shown_tools
 from nemo_rl_core.data.written import written_tools
 from nemo_rl_core.environments.contents import located_model
@@ -72,16 +71,13 @@ def _name_of_data(data: DataConfig) -> str:
 
 def _tokenizer_of(model: ModelConfig) -> Any:
     if isinstance(model, SmallModel):
-        is_text = isinstance(model, TextModelFromConfig)
-        tokenizer: Any = build_byte_tokenizer() if is_text else build_arithmetic_tokenizer()
-    else:
-        located = located_model(model)
-        if not isinstance(located, PretrainedModel) or remote.is_remote(located.name):
-            raise ConfigError(
-                "the tokenizer of the recipe's model is not on this machine",
-                expected="a folder or a hub name in model.name, or --model",
-                got=located.name,
-                fix="name a folder with the tokenizer: --model FOLDER",
-            )
-        tokenizer = load_tokenizer(Path(located.name).expanduser())
-    return tokenizer
+        return build_tokenizer(model)
+    located = located_model(model)
+    if not isinstance(located, PretrainedModel) or remote.is_remote(located.name):
+        raise ConfigError(
+            "the tokenizer of the recipe's model is not on this machine",
+            expected="a folder or a hub name in model.name, or --model",
+            got=located.name,
+            fix="name a folder with the tokenizer: --model FOLDER",
+        )
+    return load_tokenizer(Path(located.name).expanduser())

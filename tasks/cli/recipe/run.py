@@ -25,7 +25,7 @@ def complete_settings(_context: Any, _parameter: Any, incomplete: str) -> list[C
 
 def _keys(incomplete: str) -> list[str]:
     from nemo_rl_core.errors import ConfigError
-    from tasks.cli.recipe.key_paths import completions
+    from tasks.cli.recipe.recipe_keys import completions
 
     try:
         return completions(incomplete)

@@ -29,11 +29,8 @@ _STATES = {"found": "", "missing": "  (not here)", "changed": "  (CHANGED ON DIS
 @click.argument("checkpoint", shell_complete=complete_artifacts, callback=resolve_alias)
 @click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
 @click.option("--json", "as_json", is_flag=True, help="Print the graph as JSON.")
-@click.option(
-    "--openlineage",
-    metavar="FILE|URL",
-    help="Write OpenLineage events to a file as JSON lines, or post them to an endpoint.",
-)
+@click.option("--openlineage", metavar="FILE|URL", help="Write OpenLineage events to a file as "
+              "JSON lines, or post them to an endpoint.")  # fmt: skip
 @click.option("--configs", is_flag=True, help="Show all config differences.")
 def lineage(
     checkpoint: str, store: Path | None, as_json: bool, openlineage: str | None, configs: bool

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import rich_click
 from click.shell_completion import CompletionItem
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
+from nemo_rl_core.telemetry.console import console_on
 from nemo_rl_core.telemetry.curves import sparkline
 from tasks.cli.records.names import complete_runs
 
@@ -67,7 +71,7 @@ def metrics(run: str | None, names: tuple[str, ...], *, as_json: bool, as_csv: b
     ]
     if as_json:
         for row in rows:
-            row["value"] = _json_value(row["value"])
+            row["value"] = row["value"] if math.isfinite(row["value"]) else str(row["value"])
         click.echo(json.dumps(rows, allow_nan=False))
     elif as_csv:
         writer = csv.DictWriter(sys.stdout, ["stage", "step", "metric", "value"])
@@ -108,12 +112,6 @@ def _curves(history: "History", row: "RunRow", names: Sequence[str]) -> list[Cur
 
 
 def _print_curves(curves: Sequence[Curve]) -> None:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from nemo_rl_core.telemetry.console import console_on
-
     console = console_on()
     for stage in dict.fromkeys(each.stage for each in curves):
         table = Table(title=Text(stage), title_justify="left", box=box.SIMPLE_HEAD)
@@ -135,12 +133,6 @@ def _print_curves(curves: Sequence[Curve]) -> None:
 
 
 def _print_steps(curves: Sequence[Curve], names: Sequence[str]) -> None:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from nemo_rl_core.telemetry.console import console_on
-
     rows: dict[tuple[str, int], dict[str, float]] = {}
     for each in curves:
         for step, value in each.points:
@@ -157,7 +149,3 @@ def _print_steps(curves: Sequence[Curve], names: Sequence[str]) -> None:
     for name in names:
         curve = [value for each in curves if each.name == name for _, value in each.points]
         console.print(Text(f"{name}  {sparkline(curve)}  {curve[0]:.4g} → {curve[-1]:.4g}"))
-
-
-def _json_value(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

@@ -44,21 +44,49 @@ def artifact_folder(name: str) -> Path:
     Also accepts the beginning of a content hash. A name that is none of these is returned as a
     path, so that its reader refuses it.
     """
+    path = Path(name).expanduser()
+    return path if path.exists() else _recorded_folder(name) or path
+
+
+def model_folder(name: str) -> Path:
+    """Returns the transformers folder of a model.
+
+    Args:
+        name: A folder, the folder of an artifact around it, an artifact's id, the beginning of its
+            id or content hash, or `alias:` and the name of an alias.
+
+    Returns:
+        A folder with config.json; `name` itself if it does not name an artifact with a model.
+    """
+    from nemo_rl_core.store.aliases import located
+    from nemo_rl_core.store.store import Store
+
+    name = located(name)
+    folder = Path(name).expanduser()
+    for candidate in (folder, folder / "model", Store.default().artifacts / name / "model"):
+        if (candidate / "config.json").is_file():
+            return candidate
+    artifact = None if folder.exists() else _recorded_folder(name)
+    return folder if artifact is None else artifact / "model"
+
+
+def _recorded_folder(name: str) -> Path | None:
+    """Returns the folder of the only artifact of that id or beginning; None if there is none."""
     from nemo_rl_core.errors import StoreError
     from nemo_rl_core.history.database import path_of
     from nemo_rl_core.history.queries import History
     from nemo_rl_core.store.store import Store
 
-    path, store = Path(name).expanduser(), Store.default()
-    if path.exists() or not path_of(store).is_file():
-        return path
+    store = Store.default()
+    if not path_of(store).is_file():
+        return None
     with History(store) as history:
         try:
             return Path(history.find_artifact(name).path)
         except StoreError as error:
             if "several" in error.problem:
                 raise
-            return path
+            return None
 
 
 def complete_runs(

@@ -34,30 +34,25 @@ from tasks.reproduce.reproduction import (
     ROOT,
     checkout,
     is_training,
+    manifests_behind,
+    run_stages,
+    stage_calls,
     train_again,
 )
-from tasks.reproduce.stage_calls import manifests_behind, run_stages, stage_calls
 
 _MAX_TENSORS = 10
 
 
 @rich_click.command()
 @click.argument("checkpoint", shell_complete=complete_artifacts, callback=resolve_alias)
-@click.option(
-    "--store",
-    type=click.Path(path_type=Path),
-    help="Store of the second run; a new folder by default.",
-)
+@click.option("--store", type=click.Path(path_type=Path),
+              help="Store of the second run; a new folder by default.")  # fmt: skip
 @click.option("--checkout", "at_commit", is_flag=True, help="Run in a git worktree of its commit.")
 @click.option("--anyway", is_flag=True, help="Run even if the source or packages differ.")
-@click.option(
-    "--trust",
-    is_flag=True,
-    help="Run the code of any record, also of a record that no run of this user has written.",
-)
-@click.option(
-    "--keep", is_flag=True, help="Keep the new store; it is always kept if the results differ."
-)
+@click.option("--trust", is_flag=True, help="Run the code of any record, also of a record that no "
+              "run of this user has written.")  # fmt: skip
+@click.option("--keep", is_flag=True,
+              help="Keep the new store; it is always kept if the results differ.")  # fmt: skip
 def reproduce(
     checkpoint: str, store: Path | None, at_commit: bool, anyway: bool, trust: bool, keep: bool
 ) -> None:

@@ -1,6 +1,9 @@
 """`nemo-rl runs`: the runs in this store with their results, and one run in detail."""
 
 import json
+import math
+import re
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -8,7 +11,8 @@ from typing import Any, get_args
 import click
 import rich_click
 from click.shell_completion import CompletionItem
-from rich.console import Console
+from rich import box
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -17,11 +21,141 @@ from nemo_rl_core.history.labels import set_labels, set_pin
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import State
 from nemo_rl_core.history.results import RunQuery, run_row, run_rows
-from nemo_rl_core.history.run_columns import COLUMNS, RunRow, page_record, run_record
+from nemo_rl_core.history.run_columns import (
+    COLUMNS,
+    RunRow,
+    differing,
+    page_record,
+    run_record,
+    shown_settings,
+    value_of,
+)
+from nemo_rl_core.history.run_results import Accuracy, sparkline
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.console import console_on
+from nemo_rl_core.telemetry.curves import sparkline as bars
+from nemo_rl_core.telemetry.display_lines import clock
 from tasks.cli.records.names import complete_runs, refuse_ignored
-from tasks.cli.records.runs_table import DEFAULT_COLUMNS, STYLES, column_names, runs_table
+
+STYLES = {
+    "running": "bold blue",
+    "succeeded": "green",
+    "cached": "cyan",
+    "failed": "bold red",
+    "stopped": "yellow",
+    "aborted": "yellow",
+}
+DEFAULT_COLUMNS = ("run", "recipe", "state", "accuracy", "reward", "took", "settings")
+_WIDE = 120
+"""Columns of a terminal that has room for all default columns."""
+_SPARK_WIDTH = 8
+_MAX_SETTINGS = 4
+_RIGHT = ("took", "tokens", "gpu_hours", "money", "stages", "cached", "step", "gain", "loss")
+
+
+def column_names(text: str) -> list[str]:
+    """Returns the columns in a list with commas; `+` in front adds to the default ones."""
+    names = [name.strip() for name in text.removeprefix("+").split(",") if name.strip()]
+    return [*DEFAULT_COLUMNS, *names] if text.startswith("+") or not text else names
+
+
+def runs_table(
+    rows: Sequence[RunRow], names: Sequence[str], history: History, *, width: int
+) -> Table:
+    """Returns the table of rows with the columns of these names.
+
+    In a narrow terminal the default columns are fewer: state and time are below the id, and
+    intervals are left out.
+    """
+    is_narrow = width < _WIDE and [*names] == [*DEFAULT_COLUMNS]
+    if is_narrow:
+        names = [name for name in names if name not in ("state", "took")]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in names:
+        is_plain = name in ("run", "state", "took", "accuracy", "reward")
+        justify: JustifyMethod = "right" if name in _RIGHT else "left"
+        table.add_column(Text(name), no_wrap=is_plain, justify=justify, overflow="fold")
+    different = differing(rows)
+    for row in rows:
+        cells = {name: _cell(row, name, different[row.id], history) for name in names}
+        if is_narrow:
+            below = Text.assemble("\n", _cell(row, "state", (), history), f"  {_duration(row)}")
+            cells["run"].append_text(below)
+            cells["accuracy"] = Text(re.sub(r" \[[^]]*\]", "", cells["accuracy"].plain))
+        table.add_row(*cells.values())
+    return table
+
+
+def _cell(row: RunRow, name: str, different: Sequence[str], history: History) -> Text:
+    if name == "state":
+        return Text(row.state, style=STYLES[row.state])
+    if name == "settings":
+        settings = [
+            f"{key}={_plain(value)}" for key, value in shown_settings(row, different).items()
+        ]
+        more = len(settings) - _MAX_SETTINGS
+        shown = settings[:_MAX_SETTINGS] + ([f"{more} more"] if more > 0 else [])
+        return Text(", ".join(shown))
+    if name in ("reward", "loss"):
+        return Text(_last_mean(row, name, history))
+    if name in COLUMNS or name == "run":
+        format_row = _FORMATS.get(name)
+        return Text(format_row(row) if format_row else _plain(COLUMNS[name].value(row)))
+    return Text(_plain(value_of(row, name)))
+
+
+def _last_mean(row: RunRow, name: str, history: History) -> str:
+    value = getattr(row.results, name)
+    if value is None:
+        return ""
+    values = sparkline(history, row.results, row.ended_at) if row.results.metric == name else []
+    return f"{value:.3f} {bars(values, _SPARK_WIDTH)}".rstrip()
+
+
+def _accuracy(row: RunRow) -> str:
+    before, after = row.results.before, row.results.after
+    return " → ".join(_measured(each) for each in (before, after) if each is not None)
+
+
+def _measured(measured: Accuracy) -> str:
+    bounds = (measured.low, measured.high)
+    interval = " [{:.3f}, {:.3f}]".format(*bounds) if None not in bounds else ""
+    return f"{measured.value:.3f}{interval}"
+
+
+def _duration(row: RunRow) -> str:
+    end = row.ended_at if row.ended_at is not None else datetime.now().timestamp()
+    return clock(end - row.started_at)
+
+
+def _step(row: RunRow) -> str:
+    step, total = row.results.step, row.results.num_steps
+    return "" if step is None else f"{step}/{total}" if total else str(step)
+
+
+def _money(row: RunRow) -> str:
+    money = row.results.money
+    return "" if money is None else f"{money:.2f} {row.results.currency}".rstrip()
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}" if math.isfinite(value) else str(value)
+    return f"{value:,}" if type(value) is int else str(value)
+
+
+_FORMATS: dict[str, Callable[[RunRow], str]] = {
+    "run": lambda row: ("* " if row.pinned else "") + row.id,
+    "accuracy": _accuracy,
+    "took": _duration,
+    "step": _step,
+    "money": _money,
+    "started": lambda row: f"{datetime.fromtimestamp(row.started_at):%Y-%m-%d %H:%M}",
+    "pin": lambda row: "pinned" if row.pinned else "",
+}
+
 
 _OF_LIST = ("state", "workflow", "text", "since", "where", "sort", "columns", "limit")
 _STATES = [state for state in get_args(State) if state != "cached"]
@@ -160,7 +294,7 @@ def _show(history: History, row: RunRow, *, as_json: bool) -> None:
         table.add_row(
             Text("  " * depth[node.id] + node.name),
             Text(node.state, style=STYLES[node.state]),
-            _took(node.started_at, node.ended_at),
+            "" if node.ended_at is None else clock(node.ended_at - node.started_at),
             maker.execution if maker else "",
             Text(node.error.splitlines()[0] if node.error else node.summary),
         )
@@ -179,10 +313,3 @@ def _show_labels(console: Console, row: RunRow) -> None:
     for word, text in labels.items():
         if text:
             console.print(Text(f"{word}: {text}"), soft_wrap=True)
-
-
-def _took(began: float, ended: float | None) -> str:
-    if ended is None:
-        return ""
-    minutes, seconds = divmod(round(ended - began), 60)
-    return f"{minutes}:{seconds:02d}"

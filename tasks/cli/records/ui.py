@@ -18,19 +18,10 @@ def _checked(_context: click.Context, _parameter: click.Parameter, token: str) -
 
 @rich_click.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    default=8321,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port; 0 takes a free one.",
-)
-@click.option(
-    "--store",
-    "folder",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="The store; NEMO_RL_HOME or ~/.nemo_rl unless given.",
-)
+@click.option("--port", default=8321, show_default=True, type=click.IntRange(0, 65535),
+              help="Port; 0 takes a free one.")  # fmt: skip
+@click.option("--store", "folder", type=click.Path(file_okay=False, path_type=Path),
+              help="The store; NEMO_RL_HOME or ~/.nemo_rl unless given.")  # fmt: skip
 @click.option("--allow-host", multiple=True, help="A host name to accept requests for; repeatable.")
 @click.option("--token", default="", envvar="NEMO_RL_UI_TOKEN", show_envvar=True,
               callback=_checked, help="A secret that requests must have.")  # fmt: skip
@@ -46,7 +37,8 @@ def ui(host: str, port: int, folder: Path | None, allow_host: tuple[str, ...], t
     from nemo_rl_core.ui.server import create_server
 
     store = Store(folder) if folder else Store.default()
-    listener = _listen(host, port)
+    fix = "pass another one; nemo-rl ui --port 0 takes any free port"
+    listener = listen(host, port, what="page", fix=fix)
     bound = listener.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
     click.echo(f"The runs of {store.root}: http://{shown}:{bound}/  (Ctrl-C ends it)")
@@ -59,7 +51,7 @@ def ui(host: str, port: int, folder: Path | None, allow_host: tuple[str, ...], t
         create_server(app).run(sockets=[listener])
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, what: str, fix: str) -> socket.socket:
     """Returns a bound socket, so that the port is known and a used port raises an error."""
     from nemo_rl_core.errors import ResourceError
 
@@ -71,10 +63,10 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen()  # from here on clients wait for the server instead of being refused
     except OSError as error:
         raise ResourceError(
-            f"the page cannot be served on {host}, port {port}",
+            f"the {what} cannot be served on {host}, port {port}",
             expected="an address of this machine and a free port",
             got=str(error),
-            fix="pass another one; nemo-rl ui --port 0 takes any free port",
+            fix=fix,
         ) from error
     return listener
 

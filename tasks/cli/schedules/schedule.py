@@ -33,9 +33,7 @@ class _AddUnlessNamed(rich_click.RichGroup):
 
 
 @rich_click.group(
-    "schedule",
-    cls=_AddUnlessNamed,
-    subcommand_metavar="RECIPE CRON [KEY=VALUE]... | COMMAND",
+    "schedule", cls=_AddUnlessNamed, subcommand_metavar="RECIPE CRON [KEY=VALUE]... | COMMAND"
 )
 def schedule() -> None:
     """Run RECIPE on a cluster at the times of CRON, in UTC, one run at a time.
@@ -84,7 +82,7 @@ def add(
 
     # Validated before the imports of the workflow.
     times, labels = next_times(cron), labels_of(options.pop("labels"))
-    from tasks.cli.schedules.planned_schedules import planned_schedule
+    from tasks.cli.schedules.flyte_schedules import planned_schedule
 
     planned = planned_schedule(
         recipe,

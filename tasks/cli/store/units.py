@@ -1,6 +1,7 @@
 """Parsing of ages and sizes, and formatting of sizes."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -13,40 +14,35 @@ _BYTES = {"": 1, "B": 1} | {
 }
 
 
-class Age(click.ParamType[float]):
-    """A span of time such as `30d`, in seconds."""
+class _Quantity(click.ParamType[float]):
+    """A number with a unit, in the smallest one."""
 
-    name = "age"
+    units: Mapping[str, int]
+    hint: str
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Reads a number with one of s, m, h, d, w."""
-        if isinstance(value, float):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", value.strip())
-        if not match:
-            self.fail(
-                f"{value!r} is not an age: write a number and s, m, h, d or w, as in 30d", param
-            )
-        return float(match[1]) * _SECONDS[match[2]]
+        if not isinstance(value, str):
+            return float(value)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
+        if not match or match[2] not in self.units:
+            self.fail(f"{value!r} is not {self.hint}", param)
+        return float(match[1]) * self.units[match[2]]
 
 
-class Size(click.ParamType[int]):
+class Age(_Quantity):
+    """A span of time such as `30d`, in seconds."""
+
+    name, units = "age", _SECONDS
+    hint = "an age: write a number and s, m, h, d or w, as in 30d"
+
+
+class Size(_Quantity):
     """A number of bytes such as `20GiB`; GB are 10**9 bytes, GiB and G are 2**30."""
 
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Reads a number with a unit of K, M, G or T."""
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
-        if not match or match[2] not in _BYTES:
-            self.fail(
-                f"{value!r} is not a size: write a number and a unit, as in 20GiB or 500MB", param
-            )
-        return int(float(match[1]) * _BYTES[match[2]])
+    name, units = "size", _BYTES
+    hint = "a size: write a number and a unit, as in 20GiB or 500MB"
 
 
 def show_bytes(num_bytes: int) -> str:

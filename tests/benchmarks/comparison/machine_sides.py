@@ -12,7 +12,7 @@ from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.config.training import OptimizerConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
-from nemo_rl_core.telemetry.timer import peak_memory_gib
+from nemo_rl_core.telemetry.usage import peak_memory_gib
 from nemo_rl_core.trainers.base import RunSpec
 from nemo_rl_core.trainers.callbacks import Callback, Metrics, RunningTrainer
 from tests.benchmarks.comparison import project_sides

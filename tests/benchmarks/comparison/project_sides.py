@@ -12,7 +12,7 @@ from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig
-from nemo_rl_core.data.pair_files import save_logprobs
+from nemo_rl_core.data.pairs import save_logprobs
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import connect
 from nemo_rl_core.environments.adapt import as_scorer

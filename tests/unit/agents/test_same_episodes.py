@@ -14,7 +14,7 @@ from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.config.generated_data import GuessNumberData
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.chat import prompt_token_ids
-from nemo_rl_core.data.datasets.guess_number import load
+from nemo_rl_core.data.datasets.generated import guess_number_rows
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
@@ -65,7 +65,8 @@ class InThisProcess:
 def played(tiny_model: Path) -> Iterator[tuple[Sequence[Rollout], Sequence[Rollout]]]:
     tokenizer = load_tokenizer(tiny_model)
     engine: Any = InThisProcess(tiny_model, tokenizer)
-    rows, _ = load(GuessNumberData(max_number=9, num_train=4, num_validation=1), seed=2)
+    data = GuessNumberData(max_number=9, num_train=4, num_validation=1)
+    rows, _ = guess_number_rows(data, seed=2)
     prompts = [
         Prompt(
             str(row["id"]),

@@ -24,7 +24,7 @@ from nemo_rl_core.distributed.batched_data_dict import (
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.rollouts.batch import mean_advantages
-from nemo_rl_core.telemetry.timer import Timer
+from nemo_rl_core.telemetry.usage import Timer
 from tests.local_workers import LocalSession
 from tests.unit.models.test_remote_compute import NUM_RANKS, batches
 from tests.unit.rollouts.test_remote_rollouts import remote_rollouts

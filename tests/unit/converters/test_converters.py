@@ -16,8 +16,7 @@ from nemo_rl_core.config.model import ModelFromConfig, ModelFromWheel, Pretraine
 from nemo_rl_core.converters.export import export_model
 from nemo_rl_core.converters.materialize import check_pretrained, materialize
 from nemo_rl_core.data.chat import prompt_token_ids
-from nemo_rl_core.data.pretrained import load_tokenizer
-from nemo_rl_core.data.template_variables import set_template
+from nemo_rl_core.data.pretrained import load_tokenizer, set_template
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.errors import ConfigError, ModelError
 from nemo_rl_core.store.files import hash_folder

@@ -19,8 +19,7 @@ from transformers import (
 
 from nemo_rl_core.config.model import TextModelFromConfig
 from nemo_rl_core.converters.gguf_file import _SPLITS, write_gguf
-from nemo_rl_core.converters.gguf_model import read_gguf
-from nemo_rl_core.converters.materialize import materialize
+from nemo_rl_core.converters.materialize import materialize, read_gguf
 from nemo_rl_core.errors import ModelError, StoreError
 from workflows.cli import group
 

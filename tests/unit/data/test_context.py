@@ -107,12 +107,12 @@ def test_rows_are_refused_dropped_or_cut_when_they_are_prepared(kind: str) -> No
 
 def test_text_is_cut_at_the_context() -> None:
     rows = DataModule.of(rows_of("text"), validation=rows_other("text")).train.to_dict("records")
-    frame = checked_rows(
+    table = checked_rows(
         rows,
         tokenizer=build_arithmetic_tokenizer(),
         max_prompt_tokens=None,
         name="train",
         policy=RowPolicy(overlong="truncate"),
         context_length=8,
-    ).frame()
-    assert frame["max_tokens"].tolist() == [8] * 4
+    )
+    assert table.column("max_tokens").to_pylist() == [8] * 4

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from nemo_rl_core.config.data import FileData
 from nemo_rl_core.config.generated_data import ArithmeticData, ReasoningGymData
 from nemo_rl_core.config.row_format import RowFormat
+from nemo_rl_core.data.checking import COLUMNS
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.datasets.reasoning_gym_draw import draw
 from nemo_rl_core.data.datasets.sources import read
 from nemo_rl_core.data.module import DataModule
-from nemo_rl_core.data.schemas import COLUMNS, validate_rows
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
+from tests.validated import validate_rows
 
 
 @settings(max_examples=30)

@@ -6,9 +6,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from nemo_rl_core.data.datasets import file_formats
-from nemo_rl_core.data.datasets.file_formats import read_flat_jsonl
-from nemo_rl_core.data.datasets.files import read_records
+from nemo_rl_core.data.datasets import files
+from nemo_rl_core.data.datasets.files import read_flat_jsonl, read_records
 from nemo_rl_core.data.datasets.records import LazyRecords
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.errors import DataError
@@ -80,7 +79,7 @@ def test_a_data_set_is_the_same_by_both_readers(
     path = written(tmp_path / "rows.jsonl", lines)
 
     by_python = DataModule.of(str(path))
-    monkeypatch.setattr(file_formats, "_LARGE", 0)
+    monkeypatch.setattr(files, "_LARGE", 0)
     assert isinstance(read_records(path), LazyRecords)
     by_arrow = DataModule.of(str(path))
     pd.testing.assert_frame_equal(by_arrow.train, by_python.train)

@@ -6,17 +6,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from nemo_rl_core.data.frames import PreferenceSchema, PromptSchema, SftSchema, check_frame
 from nemo_rl_core.data.loader import load_frame, save_frame
-from nemo_rl_core.data.schemas import (
+from nemo_rl_core.data.record_frames import (
     EvalSchema,
     PairEvalSchema,
-    PreferenceSchema,
-    PromptSchema,
     ReferenceLogprobSchema,
     RolloutSchema,
-    SftSchema,
     TokenPairSchema,
-    check_frame,
 )
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.evals.rows import load_eval_rows

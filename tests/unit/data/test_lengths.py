@@ -7,9 +7,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl_core.data.lengths import is_certainly_longer, refuse_long_rollouts
-from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.errors import ConfigError, DataError
+from tests.validated import validate_rows
 
 
 def words(*, unknown: str | None = "<unk>", split: Any = None) -> PreTrainedTokenizerFast:

@@ -19,7 +19,7 @@ from nemo_rl_core.data.chat import (
     tokenize_row,
 )
 from nemo_rl_core.data.loss_masks import SupervisedExample
-from nemo_rl_core.data.template_variables import set_template
+from nemo_rl_core.data.pretrained import set_template
 from nemo_rl_core.errors import DataError
 
 Turns = list[dict[str, Any]]

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.loss_masks import SupervisedExample
-from nemo_rl_core.data.pair_files import load_pairs, save_logprobs, save_pairs
-from nemo_rl_core.data.pairs import PreferencePair, pair_batch, pairs_from_rollouts
+from nemo_rl_core.data.pairs import (
+    PreferencePair,
+    load_pairs,
+    pair_batch,
+    pairs_from_rollouts,
+    save_logprobs,
+    save_pairs,
+)
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Completion, Prompt, Rollout

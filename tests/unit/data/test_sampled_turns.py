@@ -20,9 +20,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl_core.config.model import PretrainedModel
-from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.pretrained import load_tokenizer, set_template
 from nemo_rl_core.data.sampled_turns import SampledTurn, TurnReader
-from nemo_rl_core.data.template_variables import set_template
 from nemo_rl_core.errors import ConfigError
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"

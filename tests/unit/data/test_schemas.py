@@ -7,10 +7,13 @@ import pytest
 
 from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data.chat import tokenize_row
-from nemo_rl_core.data.schemas import COLUMNS, check_disjoint, row_kind, validate_rows
+from nemo_rl_core.data.checking import COLUMNS
+from nemo_rl_core.data.frames import row_kind
+from nemo_rl_core.data.schemas import check_disjoint
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
+from tests.validated import validate_rows
 
 TOKENIZER = build_arithmetic_tokenizer()
 

@@ -13,9 +13,9 @@ from nemo_rl_core.data import tokenized
 from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.pairs import tokenized_pairs
 from nemo_rl_core.data.pretrained import load_tokenizer
-from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
+from tests.validated import validate_rows
 
 
 def _saved(folder: Path, rows: list[Row]) -> Path:

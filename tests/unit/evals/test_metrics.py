@@ -12,8 +12,7 @@ from nemo_rl_core.evals.metrics import (
     category_of,
     evaluation_metrics,
 )
-from nemo_rl_core.evals.pass_at_k import pass_at_k_interval
-from nemo_rl_core.evals.statistics import wilson_interval
+from nemo_rl_core.evals.statistics import pass_at_k_interval, wilson_interval
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 COMPLETION = Completion((1,), (0.0,), truncated=False)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_core.config.evaluation import PromotionConfig
-from nemo_rl_core.evals.comparison import compare
-from nemo_rl_core.evals.pairs import compare_pairs, pair_metrics, pair_scores
+from nemo_rl_core.evals.comparison import compare, compare_pairs, pair_metrics, pair_scores
 from tasks.promote import explain, promotes
 from tasks.recipes.common import EvaluationTaskConfig, RecipeError
 from tasks.recipes.evaluate import EvaluateRecipe

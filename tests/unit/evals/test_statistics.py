@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.evals.pass_at_k import mean_pass_at_k, pass_at_k, pass_at_k_interval
 from nemo_rl_core.evals.statistics import (
     exact_interval,
     mcnemar_p_value,
+    mean_pass_at_k,
     paired_interval,
+    pass_at_k,
+    pass_at_k_interval,
     wilson_interval,
 )
 

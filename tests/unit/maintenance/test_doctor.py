@@ -18,7 +18,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from nemo_rl_core.maintenance.doctor import compiler, machine, services, software
+from nemo_rl_core.maintenance.doctor import compiler, machine, software
 from nemo_rl_core.maintenance.doctor.check import Check, Result
 from nemo_rl_core.maintenance.doctor.diagnose import diagnose
 from nemo_rl_core.store.store import Store
@@ -112,10 +112,10 @@ def listener() -> Iterator[socket.socket]:
 def test_a_port_in_use_is_reported(tmp_path: Path, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     ports = {port: "`nemo-rl ui`"}
-    result = services.check_ports(Store(tmp_path), ports=ports)
+    result = machine.check_ports(Store(tmp_path), ports=ports)
     assert (result.state, result.found) == ("warn", f"{port} (`nemo-rl ui`) taken")
     listener.close()
-    result = services.check_ports(Store(tmp_path), ports=ports)
+    result = machine.check_ports(Store(tmp_path), ports=ports)
     assert (result.state, result.found) == ("ok", f"{port} are free")
 
 
@@ -123,14 +123,14 @@ def test_the_port_of_a_running_ui_is_not_a_warning(
     tmp_path: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = listener.getsockname()[1]
-    monkeypatch.setattr(services, "UI_PORT", port)
+    monkeypatch.setattr(machine, "UI_PORT", port)
     page = tmp_path / "nemo-rl"  # a process with the command line of the UI
     page.write_text("import sys\nprint(flush=True)\nsys.stdin.read()\n")
     command = [sys.executable, str(page), "ui"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        result = services.check_ports(Store(tmp_path), ports={port: "`nemo-rl ui`"})
+        result = machine.check_ports(Store(tmp_path), ports={port: "`nemo-rl ui`"})
     assert result.state == "ok"
     assert result.found == f"{port} (`nemo-rl ui`) taken by `nemo-rl ui` on this machine"
 
@@ -290,15 +290,15 @@ def test_old_files_of_ray_runtimes_are_reported(
     session = folder / "session_2026-01-01_00-00-00_000000_1"
     session.mkdir(parents=True)
     (session / "log").write_bytes(b"x" * 2**20)
-    result = services.check_ray_sessions(Store(tmp_path))
+    result = machine.check_ray_sessions(Store(tmp_path))
     assert (result.state, result.found) == ("ok", f"1 old sessions, 1 MiB, in {folder}")
-    result = services.check_ray_sessions(Store(tmp_path), max_old_bytes=2**19)
+    result = machine.check_ray_sessions(Store(tmp_path), max_old_bytes=2**19)
     assert (result.state, result.found) == ("warn", f"1 old sessions, 1 MiB, in {folder}")
     assert result.fix == f"remove them while no Ray runs: rm -r {folder}/session_2*"
     # A running runtime is detected by its process, which names its session.
     raylet = _program(tmp_path, "read _", name="raylet")
     with subprocess.Popen([raylet, session], stdin=subprocess.PIPE) as running:
-        result = services.check_ray_sessions(Store(tmp_path), max_old_bytes=2**19)
+        result = machine.check_ray_sessions(Store(tmp_path), max_old_bytes=2**19)
         running.communicate()
     assert (result.state, result.found) == ("ok", "nothing")
 
@@ -314,9 +314,9 @@ def test_an_orphaned_ray_process_is_reported(
     orphan = int(done.stdout)
     adopted_by = psutil.Process(orphan).parent()
     if adopted_by.pid != 1:  # like the tests' program that counts their CPU time
-        monkeypatch.setattr(services, "_REAPERS", (adopted_by.name(),))
+        monkeypatch.setattr(machine, "_REAPERS", (adopted_by.name(),))
     try:
-        result = services.check_ray_processes(Store(tmp_path))
+        result = machine.check_ray_processes(Store(tmp_path))
     finally:
         os.kill(orphan, signal.SIGKILL)
     assert result.state == "warn"

@@ -50,12 +50,12 @@ TAKEN = {
     "telemetry.decks.records",
     "telemetry.events.StageResumed",
     "telemetry.events.StageSaved",
-    "telemetry.gpu_use.GpuUse",
-    "telemetry.gpu_use.gpu_use",
-    "telemetry.gpu_use.opened_nvml",
-    "telemetry.intervals.sampled_figures",
-    "telemetry.timer.Timer",  # seconds in metrics.jsonl, which no content hash covers
-    "telemetry.timer.peak_memory_gib",
+    "telemetry.usage.GpuUse",
+    "telemetry.usage.gpu_use",
+    "telemetry.usage.opened_nvml",
+    "telemetry.decks.sampled_figures",
+    "telemetry.usage.Timer",  # seconds in metrics.jsonl, which no content hash covers
+    "telemetry.usage.peak_memory_gib",
     "telemetry.usage",
     # `advance` of a wait is only displayed.
     "telemetry.waiting.waiting",

@@ -15,8 +15,7 @@ from nemo_rl_core.checkpoints.dcp_metadata import read_metadata
 from nemo_rl_core.checkpoints.manager import CheckpointManager
 from nemo_rl_core.checkpoints.object_saves import ObjectSaves
 from nemo_rl_core.checkpoints.weight_files import weight_files
-from nemo_rl_core.converters.gguf_model import download_gguf
-from nemo_rl_core.converters.materialize import _fetch_remote
+from nemo_rl_core.converters.materialize import _fetch_remote, download_gguf
 from nemo_rl_core.data.datasets.files import read_named
 from nemo_rl_core.errors import DataError, ModelError, NemoRLError, StoreError, UnsafePathError
 from nemo_rl_core.history.cluster import import_folders

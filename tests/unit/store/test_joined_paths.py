@@ -174,7 +174,7 @@ ALLOWED = {
         "store.artifacts / name": LISTED,
         "store.work / name": LISTED,
     },
-    "tasks/cli/models/model_folder.py": {
+    "tasks/cli/records/names.py": {
         "store.artifacts / name": USER,
     },
     "tasks/cli/recipe/recipe_pipeline.py": {

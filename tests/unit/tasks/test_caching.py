@@ -64,13 +64,13 @@ ENGINE = "nemo_rl_core/backends/generation/vllm.py"
         ),
         (
             "tasks.prepare_data",
-            ["nemo_rl_core.data.datasets.arithmetic", "nemo_rl_core.data.schemas"],
+            ["nemo_rl_core.data.datasets.generated", "nemo_rl_core.data.schemas"],
             ["nemo_rl_core.algorithms.grpo.loss", "nemo_rl_core.trainers.loop"],
         ),
         (
             "tasks.convert",
             ["nemo_rl_core.converters.megatron", "nemo_rl_core.converters.proof"],
-            ["nemo_rl_core.data.datasets.arithmetic", "nemo_rl_core.data.schemas"],
+            ["nemo_rl_core.data.datasets.generated", "nemo_rl_core.data.schemas"],
         ),
     ],
 )

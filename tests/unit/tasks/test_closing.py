@@ -10,8 +10,8 @@ from flytekit.types.directory import FlyteDirectory
 
 from nemo_rl_core.evals.sweep import summarize
 from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.telemetry.console import program
 from nemo_rl_core.telemetry.metrics import MetricsFile
-from nemo_rl_core.telemetry.program import program
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import (
     Artifact,

@@ -18,7 +18,7 @@ from tasks.cluster_check import (
     lines_of_answers,
     notices_line,
 )
-from tasks.pods.check_line import CheckLine
+from tasks.pods.node_room import CheckLine
 from tasks.pods.pods import NODE
 from tasks.pods.shapes import one_gpu, shape_of
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from tasks.pods.pod_sizes import in_words, other_pods, ray_pods
+from tasks.pods.node_room import in_words, other_pods, ray_pods
 from tasks.pods.resources import DATA, GENERATE, PLAIN, SCORE, TRAIN, WEIGHTS
 from tasks.pods.shapes import shape_of
 from tests.schemas import schema

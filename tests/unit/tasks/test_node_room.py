@@ -7,8 +7,7 @@ import pytest
 
 from nemo_rl_core.config.cluster import ClusterConfig
 from tasks.pods import site_pods
-from tasks.pods.node_room import gpu_node_line, node_lines
-from tasks.pods.pod_sizes import amounts, in_words, ray_pods
+from tasks.pods.node_room import amounts, gpu_node_line, in_words, node_lines, ray_pods
 from tasks.pods.pods import GPU
 from tasks.pods.shapes import shape_of
 

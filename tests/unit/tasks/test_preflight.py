@@ -11,7 +11,7 @@ from nemo_rl_core.config import training as training_config
 from nemo_rl_core.distributed import resources
 from nemo_rl_core.errors import ConfigError, DataError, ModelError, NemoRLError, ResourceError
 from tasks.local_run.preflight import preflight
-from tasks.planning.model_checks import refuse_heads
+from tasks.planning.recipe_checks import refuse_heads
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.convert import ConvertRecipe
 from tasks.recipes.distillation import DistillationRecipe

@@ -9,8 +9,8 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.produce import StageInputs, StageResult
 from nemo_rl_core.store.manifest import Cost
 from nemo_rl_core.telemetry import usage
-from nemo_rl_core.telemetry.gpu_use import GpuUse, gpu_use
 from nemo_rl_core.telemetry.model_flops import ModelFlops
+from nemo_rl_core.telemetry.usage import GpuUse, gpu_use
 
 H100 = "NVIDIA H100 80GB HBM3"
 

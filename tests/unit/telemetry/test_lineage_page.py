@@ -2,7 +2,7 @@
 
 import re
 
-from nemo_rl_core.telemetry.lineage_page import lineage_html
+from tasks.lineage_report import lineage_html
 
 ROWS = [
     {"generation": 0, "stage": "export", "content": "aa11223344556677", "seed": None,

@@ -9,7 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nemo_rl_core.telemetry.display_lines import summary_table
 from nemo_rl_core.telemetry.events import StageRecord
-from nemo_rl_core.telemetry.notebook import NotebookDisplay, in_notebook
+from nemo_rl_core.telemetry.python_output import NotebookDisplay, in_notebook
 from nemo_rl_core.types import StepReport
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_core.telemetry.program import program
+from nemo_rl_core.telemetry.console import program
 
 
 def test_the_program_is_next_to_this_python(

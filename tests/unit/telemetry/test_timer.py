@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from nemo_rl_core.telemetry.timer import Timer, peak_memory_gib
+from nemo_rl_core.telemetry.usage import Timer, peak_memory_gib
 
 
 def test_phases_add_up_and_reset() -> None:
@@ -25,7 +25,7 @@ def test_phases_add_up_and_reset() -> None:
 
 def test_peak_memory_includes_freed_memory() -> None:
     script = (
-        "from nemo_rl_core.telemetry.timer import peak_memory_gib as peak\n"
+        "from nemo_rl_core.telemetry.usage import peak_memory_gib as peak\n"
         "before = peak()\n"
         "block = bytearray(256 * 2**20)\n"
         "block[::4096] = b'x' * (len(block) // 4096)\n"

@@ -67,7 +67,7 @@ from nemo_rl_core.model_files.loading import (
 )
 from nemo_rl_core.model_files.quantized import dequantized_weights
 from nemo_rl_core.model_files.weights import fill_from_folder
-from nemo_rl_core.telemetry.timer import peak_memory_gib
+from nemo_rl_core.telemetry.usage import peak_memory_gib
 
 
 class DTensorBackend(SendsWeights):

@@ -61,7 +61,7 @@ from nemo_rl_core.distributed.weight_sync.link import SendsWeights
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.masked import num_trained_sequences
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.telemetry.timer import peak_memory_gib
+from nemo_rl_core.telemetry.usage import peak_memory_gib
 
 
 class MegatronBackend(SendsWeights):

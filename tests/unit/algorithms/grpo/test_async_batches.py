@@ -26,7 +26,7 @@ from nemo_rl_core.models.policy.custom import CustomPolicyAdapter
 from nemo_rl_core.rollouts import batch_stream
 from nemo_rl_core.rollouts.batch_stream import BatchStream
 from nemo_rl_core.rollouts.records import RolloutRecords
-from nemo_rl_core.telemetry.timer import Timer
+from nemo_rl_core.telemetry.usage import Timer
 from nemo_rl_core.trainers.fit.fitting import TrainResult
 from nemo_rl_core.types import Rollout
 from tests.training import KeepsWeights, assert_logprobs_of_named_versions, replay

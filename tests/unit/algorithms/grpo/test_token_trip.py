@@ -156,7 +156,8 @@ def recorded(model: Path, folder: Path) -> Any:
         reference=model,
         scorer=EnvironmentScorer(AsksAgain()),
     )
-    trainer.run(spec)
+    result = trainer.run(spec)
+    assert result.choices["rollouts.history"].startswith("as_sampled: the chat template rewrites")
     return RolloutRecords(folder / "work" / "rollouts").load(2)[0]
 
 

@@ -6,7 +6,6 @@ from pydantic import ValidationError
 from nemo_rl_core.config.generated_data import GuessNumberData, SlidingPuzzleData
 from nemo_rl_core.config.multi_turn import GuessNumberGame, SlidingPuzzleGame
 from nemo_rl_core.data.datasets import load_rows
-from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.data.turns import turns_of
 from nemo_rl_core.environments.factory import make_scorer
@@ -14,6 +13,7 @@ from nemo_rl_core.environments.multi_turn.replies import split
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.games.guess_number import NumberGuess, best_guess
 from nemo_rl_core.games.sliding_puzzle import SlidingPuzzle, best_move, distances
+from tests.validated import validate_rows
 
 PUZZLES = SlidingPuzzleData(num_train=40, num_validation=20)
 GUESSES = GuessNumberData(num_train=60, num_validation=20)

@@ -8,7 +8,7 @@ from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.store.manifest import Cost, Manifest
 from nemo_rl_core.store.store import Store
-from tasks.cli.models.model_folder import model_folder
+from tasks.cli.records.names import model_folder
 
 
 def made(digest: str) -> tuple[Path, Manifest]:

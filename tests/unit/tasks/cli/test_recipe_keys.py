@@ -4,7 +4,7 @@ import json
 
 from click.testing import CliRunner, Result
 
-from tasks.cli.recipe.key_paths import completions
+from tasks.cli.recipe.recipe_keys import completions
 from tasks.recipes.recipe_file import RECIPES
 from workflows import cli
 

@@ -21,7 +21,7 @@ from nemo_rl_core.store.store import Store
 from nemo_rl_core.types import Completion, Prompt, Rollout
 from tasks.cli.records.metrics import metrics
 from tasks.cli.records.names import artifact_folder, complete_runs
-from tasks.cli.records.runs_table import DEFAULT_COLUMNS, runs_table
+from tasks.cli.records.runs import DEFAULT_COLUMNS, runs_table
 from workflows import cli
 
 RUN, OTHER = "20260101T000000Z-aaaaaa", "20260102T000000Z-bbbbbb"
