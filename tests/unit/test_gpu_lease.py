@@ -1,4 +1,4 @@
-"""`tests/benchmarks/gpu_lease.py` at tiny sizes: each case reports figures, none ends others."""
+"""`deployment/gpu_lease.py` at tiny sizes: each case reports figures; failures do not end it."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from tests.commands import REPOSITORY
 
 def leased(*arguments: str) -> list[dict[str, Any]]:
     limits = ["--seconds", "1000", "--case-seconds", "300"]  # an argument overrides them
-    command = [sys.executable, "tests/benchmarks/gpu_lease.py", "--tiny", *limits, *arguments]
+    command = [sys.executable, "deployment/gpu_lease.py", "--tiny", *limits, *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

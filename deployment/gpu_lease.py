@@ -1,6 +1,6 @@
 """Training speed of one GPU in minutes, without vLLM, Ray or a network: one JSON line per case.
 
-    python tests/benchmarks/gpu_lease.py [--tiny] [--seconds 420] [--case-seconds 120] [CASE ...]
+    python deployment/gpu_lease.py [--tiny] [--seconds 420] [--case-seconds 120] [CASE ...]
 
 CASE is the first word of a name in `CASES`; by default all cases run, the most informative first.
 Each runs in its own process with a time limit, so that a failing or hanging case affects no other.
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 PEAK_FLOPS = 989e12
 """Dense bfloat16 operations per second of an H100 or H200, SXM."""
 NUM_STEPS, NUM_WARM_UP = 7, 2
