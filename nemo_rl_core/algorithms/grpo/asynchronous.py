@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from math import ceil, isnan, nan
 from typing import cast
 
-from torch import Tensor
-
 from nemo_rl_core.algorithms.grpo.data import StepDraws
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.config.generation import VllmGenerationConfig
@@ -221,7 +219,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         return self._with_policy_logprobs(rollouts)
 
     def _record(
-        self, rollouts: Sequence[Rollout], *, advantages: Tensor | None = None
+        self, rollouts: Sequence[Rollout], trained: BatchedDataDict | None = None
     ) -> dict[str, float]:
         """Makes the stream process completions of the next step while this step is recorded.
 
@@ -229,7 +227,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         """
         if self.sampler is not None and isinstance(self._stream, RolloutStream):
             self._stream.poll_soon()
-        return super()._record(rollouts, advantages=advantages)
+        return super()._record(rollouts, trained)
 
     @contextmanager
     def _gpu_released(self) -> Iterator[None]:
