@@ -39,8 +39,8 @@ def killed_run(engine: RecordedEngine, environment: dict[str, Any], notes: Path)
     return [each.read_text() for each in notes.glob("*.txt")]
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+def wait_until(is_so: Callable[[], bool], *, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)
