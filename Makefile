@@ -95,7 +95,7 @@ test-gpu: setup ## Run what one GPU must show (needs EXTRA=gpu)
 test-verifiers: setup ## Test verifiers in isolated workers
 	$(bin)/pytest -n 0 --no-cov -k verifiers tests/workflows/test_isolated_components.py
 
-test-agent-clients: setup ## Test verifiers, OpenEnv and NeMo Gym as agents (needs PYTHON312)
+test-agent-clients: setup ## Test other packages as agents (needs PYTHON312)
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
 	  for each in 'verifiers==0.4.0 uv' openenv==0.10.0 nemo-gym==0.4.0; do \
 	    site="$$folder/$${each%%==*}"; \

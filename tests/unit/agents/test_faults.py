@@ -38,7 +38,7 @@ def play(tiny_model: Path) -> Play:
     ]
 
     def play(
-        fault: str, *, timeout_seconds: float = 60, strike: Callable[[Any], None] | None = None
+        fault: str, *, timeout_seconds: float = 600, strike: Callable[[Any], None] | None = None
     ) -> Sequence[Rollout]:
         environment = AgentEnvironment(
             target="tests.unit.agents.faulty_agent:run",
@@ -115,7 +115,7 @@ def test_a_stopped_agent_fails_its_episode_at_the_time_limit(
 
 def kill(wait_seconds: float, find: Callable[[int], int | None], host: Any) -> None:
     """Kills a process of the host of agents, some time after the first agent has started."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         process = host._process
         if process is not None and psutil.Process(process.pid).children():
