@@ -6,6 +6,7 @@ CONFIG ?=
 ARGUMENTS ?=
 ROWS ?=
 N ?= 10
+PYTHON312 ?= python3.12
 # Tests and stages start interpreters by the dozen: each would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 bin := .venv/bin
@@ -20,7 +21,7 @@ $(error make takes no settings of a recipe, such as $(firstword $(given)); give 
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test coverage bench test-changed test-ci-slow test-slow test-experimental test-gpu test-verifiers test-flyte2 test-float8 test-megatron-bridge test-kubernetes test-slurm test-bare parity graders mutants docs docs-serve lint format lock check-gpu clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test coverage bench test-changed test-ci-slow test-slow test-experimental test-gpu test-verifiers test-agent-clients test-flyte2 test-float8 test-megatron-bridge test-kubernetes test-slurm test-bare parity graders mutants docs docs-serve lint format lock check-gpu clean
 
 help: ##> This list
 	@list() { sed -n "s/^\\([a-z0-9 -]*\\):.*$$1 /\\1\\t/p" Makefile | while IFS='	' read -r name text; do \
@@ -91,11 +92,15 @@ test-experimental: setup ## Run the tests of code that only met fakes
 test-gpu: setup ## Run what one GPU must show (needs EXTRA=gpu)
 	$(bin)/pytest -n 0 -v -m gpu tests/gpu
 
-test-verifiers: setup ## Test verifiers as an agent, in a scratch folder
-	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
-	  $(bin)/python -m pip install -q --no-deps --target "$$site" -r deployment/requirements/verifiers.txt && \
-	  VERIFIERS_FOLDER="$$site" $(bin)/pytest -n 0 --no-cov tests/unit/agents/test_verifiers.py
+test-verifiers: setup ## Test verifiers in isolated workers
 	$(bin)/pytest -n 0 --no-cov -k verifiers tests/workflows/test_isolated_components.py
+
+test-agent-clients: setup ## Test other packages as agents (needs PYTHON312)
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	  for each in 'verifiers==0.4.0 uv' openenv==0.10.0 nemo-gym==0.4.0; do \
+	    site="$$folder/$${each%%==*}"; \
+	    $(PYTHON312) -m venv "$$site" && "$$site/bin/pip" install -q $$each || exit 1; done && \
+	  AGENT_CLIENTS="$$folder" $(bin)/pytest -n 0 --no-cov -rs tests/unit/agents/test_packages.py
 
 test-flyte2: setup ## Import the workflows under Flyte 2
 	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \

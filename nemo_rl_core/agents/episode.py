@@ -14,6 +14,7 @@ from nemo_rl_core.agents.process import (
     row_of,
     run_process,
     variables_of,
+    watch_run,
 )
 from nemo_rl_core.agents.server import AgentServer
 from nemo_rl_core.agents.session import AgentSample, Session
@@ -63,6 +64,7 @@ class Agents:
         self.running: set[asyncio.Task[ProcessResult]] = set()
         self.server = AgentServer()
         self._address: asyncio.Future[str] | None = None
+        self._watch: asyncio.subprocess.Process | None = None
         self._host = FunctionHost(self.config)
         self._source, self._is_changed = agent_source(self.config), False
         self._next_check = 0.0
@@ -73,8 +75,13 @@ class Agents:
     async def address(self) -> str:
         """Starts the server once, and returns its address."""
         if self._address is None:
-            self._address = asyncio.ensure_future(self.server.start())
+            self._address = asyncio.ensure_future(self._start())
         return await asyncio.shield(self._address)
+
+    async def _start(self) -> str:
+        address = await self.server.start()
+        self._watch = await watch_run(address)
+        return address
 
     async def command(self, row: Mapping[str, Any]) -> list[str]:
         """Returns the command of an episode.
@@ -104,6 +111,9 @@ class Agents:
         if self._address is not None:
             await self._address
             await self.server.stop()
+        if self._watch is not None:
+            self._watch.kill()
+            await self._watch.wait()
 
 
 class AgentEpisode:

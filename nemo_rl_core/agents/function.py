@@ -5,6 +5,7 @@ milliseconds, and the imports of an agent often a second.
 """
 
 import asyncio
+import ctypes
 import importlib
 import inspect
 import json
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _MAX_VARIABLES_BYTES = 256 * 1024
+_SET_PDEATHSIG = 1
 
 
 def serve(target: str, path: str) -> None:
@@ -46,8 +48,11 @@ def _guard(episode: socket.socket, run: Callable[..., Any]) -> None:
     """Forks the agent, and kills it and its process group when it or its episode ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     variables, streams, _, _ = socket.recv_fds(episode, _MAX_VARIABLES_BYTES, 3)
-    agent = os.fork()
+    guard, agent = os.getpid(), os.fork()
     if agent == 0:
+        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)  # a guard that is killed ends it
+        if os.getppid() != guard:
+            os._exit(1)
         os.setsid()
         episode.close()
         for number, stream in enumerate(streams):

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from nemo_rl_core.agents.remains import end_processes
 from nemo_rl_core.config.agents import AgentEnvironment
 from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.environments.agent_programs import program_path
@@ -21,6 +22,7 @@ from nemo_rl_core.types import Prompt
 
 _HOST = Path(__file__).with_name("function.py")
 _FORK = Path(__file__).with_name("fork.py")
+_REMAINS = Path(__file__).with_name("remains.py")
 _PASSED_VARIABLES = (
     *("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LOGNAME", "PYTHONPATH", "SHELL", "TMPDIR"),
     *("TZ", "USER", "VIRTUAL_ENV"),
@@ -29,7 +31,6 @@ _PASSED_VARIABLES = (
 REWARD_FILE = "NEMO_RL_REWARD_FILE"
 """Variable that names the file for the reward; text that an agent prints may be the policy's."""
 _MAX_OUTPUT_BYTES = 64 * 1024
-_MAX_KILLS = 100
 _READ_SECONDS = 2.0
 """Time for the output of an agent that has ended; a child in another session may have it open."""
 
@@ -148,6 +149,13 @@ class FunctionHost:
             self._folder.cleanup()
 
 
+async def watch_run(base_url: str) -> asyncio.subprocess.Process:
+    """Starts a process that ends the agents of this address if this process is killed."""
+    command = (sys.executable, "-I", "-S", str(_REMAINS), str(os.getpid()))
+    variable = f"OPENAI_BASE_URL={base_url}"
+    return await asyncio.create_subprocess_exec(*command, variable, start_new_session=True)
+
+
 async def run_process(
     command: Sequence[str], *, row: str, variables: Mapping[str, str], timeout_seconds: float
 ) -> ProcessResult:
@@ -186,7 +194,9 @@ async def _run_process(
             await asyncio.wait_for(ends.has_exited.wait(), timeout_seconds)
             exit_code = transport.get_returncode()
     finally:
-        end_processes(transport.get_pid(), variables["OPENAI_API_KEY"])
+        with suppress(ProcessLookupError):
+            os.killpg(transport.get_pid(), signal.SIGKILL)
+        end_processes(f"OPENAI_API_KEY={variables['OPENAI_API_KEY']}")
         with suppress(TimeoutError):
             await asyncio.wait_for(ends.has_closed.wait(), _READ_SECONDS)
         transport.close()
@@ -207,25 +217,3 @@ class _Process(asyncio.SubprocessProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.has_closed.set()
-
-
-def end_processes(leader: int, key: str) -> None:
-    """Kills the processes of a process group, and those in other groups with the session's key."""
-    with suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
-    for _ in range(_MAX_KILLS):  # a killed child may have started another
-        remaining = _processes_with(f"OPENAI_API_KEY={key}".encode())
-        if not remaining:
-            return
-        for process in remaining:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-
-
-def _processes_with(variable: bytes) -> list[int]:
-    processes = []
-    for folder in Path("/proc").iterdir():
-        with suppress(OSError):  # it has ended, or is another user's
-            if folder.name.isdigit() and variable in (folder / "environ").read_bytes():
-                processes.append(int(folder.name))
-    return processes

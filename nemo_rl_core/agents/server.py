@@ -46,6 +46,7 @@ _READ_SECONDS = 10.0
 """Maximum time to send the headers of a request, and to wait between requests."""
 _BODY_SECONDS = 60.0
 _STOP_SECONDS = 2.0
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _MODEL = {
     "id": "policy",
     "object": "model",
@@ -284,7 +285,10 @@ async def _body(headers: Headers, receive: Receive) -> bytes:
 
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(body, parse_constant=_refuse_number, parse_float=_finite)
+        text = body.decode("utf-8-sig")
+        value = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()  # refuses half of a pair
     except (ValueError, RecursionError) as error:
         raise RefusedError(
             f"the body is not JSON: {str(error)[:200]}", code="invalid_json"

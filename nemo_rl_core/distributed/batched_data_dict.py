@@ -159,10 +159,14 @@ class RemoteRows:
         return RemoteRows, (rows.references, rows.block, rows.row, rows.column)
 
     def fetched(self) -> dict[str, Any]:
-        """Reads the rows: tensors padded on the right with 0, and lists, by column."""
+        """Reads the rows: tensors padded on the right with 0, and lists, by column.
+
+        A column that some blocks lack is left out: failed rollouts may have one that no other has.
+        """
         rows = self.compact()
         blocks = read_blocks(rows.references)
-        names = list(blocks[0]) if self.column is None else [self.column]
+        shared = [name for name in blocks[0] if all(name in each for each in blocks)]
+        names = shared if self.column is None else [self.column]
         return {name: _joined([each[name] for each in blocks], rows) for name in names}
 
 

@@ -93,6 +93,8 @@ class ToolEnvironment:
         self._each = [each for each in sources if each.stateful]
         self.stateful = bool(self._each)
         self._shared: asyncio.Task[_Opened] | None = None
+        self._replaced: set[asyncio.Task[None]] = set()
+        self._is_closed = asyncio.Event()
         self._episodes: dict[str, _Opened] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -143,7 +145,9 @@ class ToolEnvironment:
 
     async def _close(self) -> None:
         open_episodes = [self.end_episode({"episode": name}) for name in self._episodes]
-        await asyncio.gather(*open_episodes, self._close_shared(), return_exceptions=True)
+        self._is_closed.set()
+        closing = *open_episodes, *self._replaced, self._close_shared()
+        await asyncio.gather(*closing, return_exceptions=True)
 
     async def _close_shared(self) -> None:
         shared, self._shared = self._shared, None
@@ -230,6 +234,8 @@ class ToolEnvironment:
         # Broad on purpose: a tool may raise anything.
         except Exception as error:  # noqa: BLE001 (becomes the answer)
             if isinstance(error, TimeoutError) and timeout.expired():
+                if self._is_shared(name, function):
+                    self._replace_shared()  # a server may hang
                 return f"error: no answer within {limit:g} s", "timeout"
             text = str(error) or type(error).__name__
             named = text if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -238,6 +244,19 @@ class ToolEnvironment:
     def _is_shared(self, name: str, function: Function) -> bool:
         shared = self._shared
         return bool(shared and shared.done() and shared.result().functions.get(name) is function)
+
+    def _replace_shared(self) -> None:
+        """Opens shared tools again for the next call; calls in progress may end."""
+        assert self._shared is not None
+        closing = asyncio.create_task(self._close_later(self._shared.result()))
+        self._shared = None
+        self._replaced.add(closing)
+        closing.add_done_callback(self._replaced.discard)
+
+    async def _close_later(self, opened: _Opened) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._is_closed.wait(), self._config.call_timeout_seconds)
+        await opened.stack.aclose()
 
     def _cut(self, text: str) -> str:
         most = self._config.max_result_characters

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from functools import partial
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -79,8 +79,7 @@ class McpSource:
 
         async def end() -> None:
             is_over.set()
-            with suppress(Exception):
-                await task
+            await asyncio.wait([task])  # a cancellation must not keep it from killing the server
 
         stack.push_async_callback(end)
         return await started

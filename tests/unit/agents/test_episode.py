@@ -79,6 +79,7 @@ def play(
     prompts: Sequence[tuple[str, str]] = (("Hi", ""),),
     *,
     max_turns: int = 5,
+    metadata: str = "{}",
 ) -> list[Sequence[PlayedEpisode]]:
     renderer = Renderer(engine.tokenizer)
 
@@ -87,7 +88,7 @@ def play(
         episodes = []
         for number, (text, answer) in enumerate(prompts):
             ids = tuple(renderer.opening([{"role": "user", "content": text}], row="0"))
-            prompt = Prompt(str(number), text, ids, answer, "chat")
+            prompt = Prompt(str(number), text, ids, answer, "chat", metadata)
             episodes.append(AgentEpisode(agents, prompt, RolloutIndex(7, 3, number, 0)))
         try:
             return list(await asyncio.gather(*(each.play(engine) for each in episodes)))

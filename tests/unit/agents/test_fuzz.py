@@ -9,7 +9,6 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletion
 
 from tests.unit.agents.conftest import ADD, CALL, RecordedEngine, session_of
 
@@ -67,6 +66,78 @@ def rewritten(history: History, draw: random.Random) -> History:
     return history
 
 
+def call_in(dialect: str, turns: History) -> tuple[str, dict[str, Any]]:
+    """Returns the path and the body of a call with these turns."""
+    body: dict[str, Any] = {"model": "any", "messages": turns, "tools": [ADD]}
+    if dialect == "responses":
+        tool = {"type": "function", **ADD["function"]}
+        items = [item for turn in turns for item in items_of(turn)]
+        body = {"model": "any", "input": items, "tools": [tool]}
+    elif dialect == "messages":
+        tool = {key: ADD["function"][key] for key in ("description", "name")}
+        tool["input_schema"] = ADD["function"]["parameters"]
+        messages = [message_of(turn) for turn in turns]
+        body = {"model": "any", "max_tokens": 1000, "messages": messages, "tools": [tool]}
+    return f"/{dialect}", body
+
+
+def items_of(turn: dict[str, Any]) -> History:
+    """Returns a turn as items of Responses."""
+    if turn["role"] == "tool":
+        call_id, output = turn["tool_call_id"], turn["content"]
+        return [{"type": "function_call_output", "call_id": call_id, "output": output}]
+    calls = [
+        {"type": "function_call", "call_id": each["id"], **each["function"]}
+        for each in turn.get("tool_calls") or ()
+    ]
+    if turn["content"] or not calls:
+        return [{"role": turn["role"], "content": turn["content"]}, *calls]
+    return calls
+
+
+def message_of(turn: dict[str, Any]) -> dict[str, Any]:
+    """Returns a turn as a message of Anthropic."""
+    content = turn["content"]
+    if turn["role"] == "tool":
+        result = {"type": "tool_result", "tool_use_id": turn["tool_call_id"], "content": content}
+        return {"role": "user", "content": [result]}
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    for each in turn.get("tool_calls") or ():
+        arguments = json.loads(each["function"]["arguments"])
+        use = {"type": "tool_use", "id": each["id"], "name": each["function"]["name"]}
+        blocks = [*blocks, {**use, "input": arguments}]
+    return {"role": turn["role"], "content": blocks}
+
+
+def turn_in(dialect: str, answer: Any) -> dict[str, Any]:
+    """Returns the policy's turn in an answer."""
+    if dialect == "chat/completions":
+        message = answer["choices"][0]["message"]
+        return {key: value for key, value in message.items() if value is not None}
+    parts = answer["output"] if dialect == "responses" else answer["content"]
+    text = "".join(
+        part["text"] if dialect == "messages" else part["content"][0]["text"]
+        for part in parts
+        if part["type"] in ("text", "message")
+    )
+    calls = [
+        {
+            "id": part.get("call_id", part["id"]),
+            "type": "function",
+            "function": {
+                "name": part["name"],
+                "arguments": part["arguments"]
+                if "arguments" in part
+                else json.dumps(part["input"]),
+            },
+        }
+        for part in parts
+        if part["type"] in ("function_call", "tool_use")
+    ]
+    turn = {"role": "assistant", "content": text}
+    return {**turn, "tool_calls": calls} if calls else turn
+
+
 async def fuzz(
     num_calls: int, tokenizer: Any, server: Any, url: str, *, seed: int = 0
 ) -> dict[str, int]:
@@ -102,23 +173,20 @@ async def fuzz(
             num_before, num_ambiguous = len(engine.completions), session.num_ambiguous
             try:
                 # Without the client's conversion of the body, which takes 10 times as long.
-                answer = await client.post(
-                    "/chat/completions",
-                    cast_to=ChatCompletion,
-                    body={"model": "any", "messages": sent, "tools": [ADD]},
-                )
+                dialect = draw.choice(["chat/completions"] * 3 + ["responses", "messages"])
+                path, body = call_in(dialect, sent)
+                answer = await client.post(path, cast_to=object, body=body)
             except openai.BadRequestError:  # a conversation that the template does not write
                 counts["refused"] += tokens is None
                 assert tokens is None
                 continue
-            (choice,) = answer.choices
             if len(engine.completions) > num_before:
                 prompt, new = engine.completions[-1]
                 if tokens is not None and session.num_ambiguous == num_ambiguous:
                     # The call continues exactly the tokens that the engine had sampled.
                     assert prompt[: len(tokens)] == tokens
                     counts["continued"] += 1
-                turn = choice.message.model_dump(exclude_none=True)
+                turn = turn_in(dialect, answer)
                 known.append(([*base, {"content": None, **turn}], (*prompt, *new)))
         counts["ambiguous"] += session.num_ambiguous
         check(session, engine, number)

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,16 @@ def is_alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def processes_with(variable: str, *, named: str) -> list[str]:
+    """Returns the command lines with that text of processes with that environment variable."""
+    commands = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                commands.append((folder / "cmdline").read_bytes().decode())
+    return [each for each in commands if named in each]
 
 
 def test_an_agent_reads_its_row_and_its_output_is_kept() -> None:

@@ -51,6 +51,12 @@ def test_rows_of_several_blocks_are_padded_to_the_widest() -> None:
     assert fetched["texts"] == ["three", "two"]
 
 
+def test_a_column_that_some_blocks_lack_is_left_out() -> None:
+    with_versions = {"input_ids": np.array([[0]]), "weight_versions": np.array([[7]])}
+    remote = RemoteRows.of_blocks([InProcess(with_versions), FIRST], [1, 2])
+    assert list(remote.fetched()) == ["input_ids"]
+
+
 def test_a_slice_reads_only_blocks_that_it_needs() -> None:
     remote = RemoteRows.of_blocks([FIRST, Unreadable()], [2, 7])[1:2]
     assert remote.fetched()["input_ids"].tolist() == [[4, 5, 0]]

@@ -1,6 +1,7 @@
 """An MCP server for tests, over stdio or, with a port as argument, over HTTP."""
 
 import os
+import signal
 import sys
 
 from mcp.server.mcpserver import MCPServer
@@ -12,8 +13,12 @@ calls: list[str] = []
 @server.tool()
 def lookup(city: str) -> str:
     """Looks up a city."""
+    if city == "process":
+        return str(os.getpid())
     if city == "Atlantis":
         os._exit(3)
+    if city == "Pompeii":
+        os.kill(os.getpid(), signal.SIGSTOP)
     calls.append(city)
     return f"{city} is call {len(calls)}"
 

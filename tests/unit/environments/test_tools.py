@@ -29,6 +29,7 @@ from nemo_rl_core.environments.tools.environment import TextCall, ToolEnvironmen
 from nemo_rl_core.environments.tools.mcp_source import _call
 from nemo_rl_core.environments.tools.sources import make_source, schemas_of
 from nemo_rl_core.errors import ConfigError
+from tests.unit.agents.test_process import is_alive
 from tests.unit.environments import tools_of_a_user
 
 MODULE = tools_of_a_user.__name__
@@ -508,6 +509,30 @@ def test_a_server_answers_fails_and_is_started_again() -> None:
     assert "Connection closed" in error
     assert again == "Rome is call 1"
     assert others == ["Rome is call 1"] * 2
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_is_replaced() -> None:
+    made = environment({"kind": "mcp", "command": SERVER}, call_timeout_seconds=2)
+
+    async def answer(city: str) -> str:
+        answered = await step(made, asks(call("lookup", {"city": city})))
+        assert answered.errors in (None, [None])
+        return str(answered.observations[0][0]["content"])
+
+    async def play() -> list[Any]:
+        process = int(await answer("process"))
+        # Another episode's call waits at the same server.
+        hung = await asyncio.gather(answer("Pompeii"), answer("Oslo"))
+        seen = [*hung, await answer("Rome"), process, int(await answer("process"))]
+        await made._close()
+        return seen
+
+    one, two, again, *processes = asyncio.run(play())
+    assert (one, two) == ("error: no answer within 2 s",) * 2
+    assert again == "Rome is call 1"
+    assert len({*processes}) == 2
+    assert not any(map(is_alive, processes))
 
 
 @pytest.mark.slow
