@@ -15,7 +15,7 @@ def test_few_files_name_ppo_besides_its_own() -> None:
         for path in (REPOSITORY / folder).rglob("*.py")
         if re.search(r"\bppo\b", path.read_text())
     ]
-    own = re.compile(r"/ppo/|/ppo\.py$|/ppo_iteration\.py$")
-    others = [path for path in naming if not own.search(path)]
+    of_ppo = re.compile(r"/ppo/|/ppo\.py$|/ppo_iteration\.py$")
+    others = [path for path in naming if not of_ppo.search(path)]
     assert len(naming) > len(others)
     assert len(others) <= MAX_FILES, sorted(others)
