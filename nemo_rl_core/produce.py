@@ -20,10 +20,15 @@ from nemo_rl_core.store.ancestry import write_ancestors
 from nemo_rl_core.store.files import discard, hash_file
 from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.machine import Machine, process_numerics
-from nemo_rl_core.store.manifest import Cost, Manifest, config_hash, package_versions
-from nemo_rl_core.store.partial import write_digests
+from nemo_rl_core.store.manifest import (
+    Cost,
+    Manifest,
+    StageRun,
+    config_hash,
+    package_versions,
+    write_digests,
+)
 from nemo_rl_core.store.reads import Reads, add_to_record, is_current, write_record
-from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.store.store import (
     HashOfFile,
     Store,

@@ -27,7 +27,7 @@ from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
-from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
+from nemo_rl_core.distributed.weight_sync.transport import LinkSpec
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.models.columns import as_training_batch
 from nemo_rl_core.models.generation.engine_environment import engine_environment

@@ -31,7 +31,7 @@ from nemo_rl_core.checkpoints import manager
 from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.errors import NemoRLError, StoreError, TransferError
 from nemo_rl_core.store import files
-from nemo_rl_core.store.partial import SHA256
+from nemo_rl_core.store.manifest import SHA256
 from nemo_rl_core.store.paths import checked_name, resolve_below
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Validation of loaded weights against their model, for every way of loading."""
+"""Validation of loaded weights against their model, and their published names and dtypes."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -160,6 +160,22 @@ def keeps_float32(model: Any, name: str) -> bool:
     For example, the correction bias of DeepSeek-V3's router would choose other experts if rounded.
     """
     return any(part in name for part in model._keep_in_fp32_modules_strict or ())
+
+
+def as_published(
+    model: Any, named_weights: Iterable[tuple[str, "Tensor"]]
+) -> Iterator[tuple[str, "Tensor"]]:
+    """Converts weights to the names and shapes of the published architecture.
+
+    Tensors can be converted separately: on loading, transformers merges several published tensors
+    into one (the experts of a layer), but never splits one.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    ignored = set(model._keys_to_ignore_on_save or ())
+    for name, tensor in named_weights:
+        if name not in ignored:
+            yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
 def rounded_weights(folder: Path, dtype: "torch.dtype") -> "Iterator[tuple[str, Tensor]]":

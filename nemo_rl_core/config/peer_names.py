@@ -24,6 +24,9 @@ _RECORD: Final = "tracking; every run is recorded without it"
 _DTYPE: Final = "model.dtype, such as bfloat16"
 _FULL: Final = "left out: training samples from the policy's full distribution"
 
+ALGORITHM_SECTIONS: Final = frozenset({"sft", "reward_model", "dpo", "grpo", "ppo", "distillation"})
+"""Sections of recipes that belong to one algorithm."""
+
 PEER_NAMES: Final[Mapping[str, str]] = {
     "num_generations": _COMPLETIONS,
     "n_samples_per_prompt": _COMPLETIONS,

@@ -15,11 +15,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from nemo_rl_core.checkpoints.dcp_metadata import read_metadata
 from nemo_rl_core.checkpoints.model_code import code_options
 from nemo_rl_core.checkpoints.tensors import DEFAULT_SHARD_BYTES, save_weights
-from nemo_rl_core.checkpoints.weights import require_finite
+from nemo_rl_core.checkpoints.weights import as_published, require_finite
 from nemo_rl_core.converters.folders import new_folder, require_folder
 from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.errors import ModelError, StoreError
-from nemo_rl_core.model_files.loading import as_published
 
 
 def dcp_to_hf(

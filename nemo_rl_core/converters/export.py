@@ -4,11 +4,10 @@ import shutil
 from pathlib import Path
 
 from nemo_rl_core.checkpoints.model_code import is_trusted
-from nemo_rl_core.checkpoints.weights import load_pretrained
+from nemo_rl_core.checkpoints.weights import as_published, load_pretrained
 from nemo_rl_core.converters.folders import StoredWeights
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.model_files.loading import as_published
 from nemo_rl_core.store.files import hash_file
 
 

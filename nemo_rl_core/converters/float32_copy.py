@@ -19,10 +19,15 @@ from nemo_rl_core.checkpoints.weight_files import (
     unreadable,
     weight_files,
 )
-from nemo_rl_core.checkpoints.weights import Shape, refuse_wrong_weights, require_finite
+from nemo_rl_core.checkpoints.weights import (
+    Shape,
+    as_published,
+    refuse_wrong_weights,
+    require_finite,
+)
 from nemo_rl_core.data.pretrained import read_model_json
 from nemo_rl_core.errors import NemoRLError
-from nemo_rl_core.model_files.loading import as_published, empty_model
+from nemo_rl_core.model_files.loading import empty_model
 from nemo_rl_core.model_files.weights import match_stored, missing_weights, plain_weights
 from nemo_rl_core.store import files
 

@@ -26,8 +26,7 @@ from nemo_rl_core.config.isolation import IsolatedPackages, IsolationConfig
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.store import locks
 from nemo_rl_core.store.files import ASIDE, digest_of, discard, hash_files
-from nemo_rl_core.store.hash_cache import HashCache
-from nemo_rl_core.store.store import Store
+from nemo_rl_core.store.store import HashCache, Store
 from nemo_rl_core.telemetry.waiting import waiting
 
 _SHARED = ("ray", "nemo-rl-flow")

@@ -87,8 +87,8 @@ class CheckedLoss:
                 f"the loss {self.name} reads a column that this run does not have",
                 expected=error.expected,
                 got=error.got,
-                fix="for reference_logprobs set loss.needs_reference: true (grpo, dpo), or ppo.kl; "
-                "otherwise read one of the columns above",
+                fix="for reference_logprobs set loss.needs_reference: true, or kl of an algorithm "
+                "with a critic; otherwise read one of the columns above",
             ) from error
         return _checked(returned, name=self.name)
 

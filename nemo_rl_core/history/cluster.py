@@ -15,9 +15,8 @@ from nemo_rl_core.history.database import open_for_writing, transaction
 from nemo_rl_core.history.inserts import insert, insert_artifact
 from nemo_rl_core.history.stored_paths import from_stored, to_stored
 from nemo_rl_core.store.ancestry import recorded_ancestors
-from nemo_rl_core.store.manifest import ANCESTORS, MANIFEST, Manifest
+from nemo_rl_core.store.manifest import ANCESTORS, MANIFEST, Manifest, StageRun
 from nemo_rl_core.store.paths import resolve_below
-from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.metrics import MetricsFile
 

@@ -1,6 +1,6 @@
 """Loading and saving of transformers folders with a language-model or scalar head."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from nemo_rl_core.checkpoints.model_code import code_options, copy_code
 from nemo_rl_core.checkpoints.tensors import save_weights
 from nemo_rl_core.checkpoints.weights import (
+    as_published,
     choose_attention,
     load_config,
     load_pretrained,
@@ -203,22 +204,6 @@ def save_model(
         save_weights(folder, gathered)
 
     write_on_rank_0(named_weights, write)
-
-
-def as_published(
-    model: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Converts weights to the names and shapes of the published architecture.
-
-    Tensors can be converted separately: on loading, transformers merges several published tensors
-    into one (the experts of a layer), but never splits one.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    ignored = set(model._keys_to_ignore_on_save or ())
-    for name, tensor in named_weights:
-        if name not in ignored:
-            yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
 def with_tied_weights(

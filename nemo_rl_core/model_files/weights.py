@@ -19,9 +19,14 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from nemo_rl_core.checkpoints.weight_files import open_weights, weight_files
-from nemo_rl_core.checkpoints.weights import Shape, refuse_wrong_weights, require_finite
+from nemo_rl_core.checkpoints.weights import (
+    Shape,
+    as_published,
+    refuse_wrong_weights,
+    require_finite,
+)
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.model_files.loading import as_published, is_spare_head, name_in_errors
+from nemo_rl_core.model_files.loading import is_spare_head, name_in_errors
 from nemo_rl_core.model_files.quantized import (
     dequantized_slices,
     quantized_layers,

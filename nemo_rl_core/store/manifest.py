@@ -1,13 +1,19 @@
-"""The manifest in an artifact's folder: its kind, its maker and its parents.
+"""Files that describe an artifact: its manifest and the digests of its files.
 
-The content hash leaves it out. Its own checksum detects damage, and a hash in the manifests of its
-children, which covers its ancestors in turn, detects a forged lineage.
+The content hash leaves the manifest out. Its own checksum detects damage, and a hash in the
+manifests of its children, which covers its ancestors in turn, detects a forged lineage.
+
+The digest of `digests.json` is the content hash, so each file can be verified without the others.
+A partly downloaded folder lists the missing files in `left_out.json`; hashes of the folder include
+them.
 """
 
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Set
+import re
+import time
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
@@ -20,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.machine import Machine
-from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.store.paths import checked_name, resolve_below
 
 MANIFEST = "manifest.json"
 """Name of the file; exclude it from hashes: `hash_folder(folder, exclude=(MANIFEST,))`."""
@@ -28,6 +34,10 @@ MANIFEST = "manifest.json"
 ANCESTORS = "ancestors.json"
 """File with the manifests of all ancestors, by name. Used outside of the store: on a cluster each
 stage has a separate disk, and exported models leave the store."""
+
+DIGESTS = "digests.json"
+LEFT_OUT = "left_out.json"
+SHA256 = re.compile("[0-9a-f]{64}")
 
 _PACKAGES = (
     "bitsandbytes",
@@ -143,6 +153,34 @@ class Cost(_Record):
         )
 
 
+class StageRun(_Record):
+    """One attempt of a stage on a cluster; local runs are in the history instead.
+
+    Attributes:
+        attempt: Number of the attempt, from 1.
+    """
+
+    execution: str
+    workflow: str
+    task: str
+    attempt: int
+    started_at: float
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], *, task: str) -> "StageRun | None":
+        """Returns the attempt that starts now; None outside of a Flyte container."""
+        execution = environment.get("FLYTE_INTERNAL_EXECUTION_ID")
+        if execution is None:
+            return None
+        return cls(
+            execution=execution,
+            workflow=environment.get("FLYTE_INTERNAL_EXECUTION_WORKFLOW", ""),
+            task=task,
+            attempt=1 + int(environment.get("FLYTE_ATTEMPT_NUMBER", "0")),
+            started_at=time.time(),
+        )
+
+
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -244,6 +282,52 @@ class Manifest(_Record):
             role=role,
             manifest_hash=self.lasting_hash,
         )
+
+
+def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
+    """Writes the sha256 of the files that an artifact's content hash covers, by relative path."""
+    write_atomic(folder / DIGESTS, _text(digests))
+
+
+def read_digests(folder: Path) -> dict[str, str]:
+    """Reads the file of `write_digests`; artifacts of earlier versions have none."""
+    return _read(folder / DIGESTS)
+
+
+def write_left_out(folder: Path, digests: Mapping[str, str]) -> None:
+    """Lists the files of an artifact that were not downloaded; no files mean a complete one."""
+    if digests:
+        write_atomic(folder / LEFT_OUT, _text(digests))
+    else:
+        (folder / LEFT_OUT).unlink(missing_ok=True)
+
+
+def left_out(folder: Path) -> dict[str, str]:
+    """Returns the sha256 of the files that were not downloaded, by relative path."""
+    try:
+        listed = _read(folder / LEFT_OUT)
+    except (OSError, ValueError):
+        return {}
+    return {
+        name: digest
+        for name, digest in listed.items()
+        if not resolve_below(folder, name, source=LEFT_OUT, may_link=True).exists()
+    }
+
+
+def _read(path: Path) -> dict[str, str]:
+    content = json.loads(path.read_bytes())
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    for name, digest in content.items():
+        checked_name(name, source=str(path))
+        if not SHA256.fullmatch(str(digest)):
+            raise ValueError(f"{path} has no sha256 of {name}: {str(digest)[:80]!r}")
+    return content
+
+
+def _text(digests: Mapping[str, str]) -> str:
+    return json.dumps(dict(digests), indent=1, sort_keys=True) + "\n"
 
 
 def package_versions() -> dict[str, str]:

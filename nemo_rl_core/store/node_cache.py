@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Self
 
 from nemo_rl_core.errors import NemoRLError
-from nemo_rl_core.store import locks, partial
+from nemo_rl_core.store import locks
 from nemo_rl_core.store.files import ASIDE, hash_file, write_atomic, written_aside
+from nemo_rl_core.store.manifest import read_digests
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ def on_node_disk(path: Path) -> Path:
 def _digest_in_artifact(path: Path) -> str | None:
     for folder in path.parents[:3]:
         try:
-            return partial.read_digests(folder).get(path.relative_to(folder).as_posix())
+            return read_digests(folder).get(path.relative_to(folder).as_posix())
         except (OSError, ValueError):
             continue
     return None

@@ -16,18 +16,28 @@ import logging
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.store import files, locks
 from nemo_rl_core.store.files import hash_file
-from nemo_rl_core.store.hash_cache import HashCache
-from nemo_rl_core.store.manifest import ANCESTORS, MANIFEST, Manifest, config_hash
-from nemo_rl_core.store.partial import DIGESTS, LEFT_OUT, left_out
+from nemo_rl_core.store.manifest import (
+    ANCESTORS,
+    DIGESTS,
+    LEFT_OUT,
+    MANIFEST,
+    Manifest,
+    config_hash,
+    left_out,
+)
 from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.reads import changed_inputs, is_current, read_record, recorded_names
 
@@ -54,6 +64,12 @@ HashOfFile = Callable[[Path], str]
 
 _LOST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EIO)
 """Errors for a file that is missing, replaced by something else, or lost by the disk."""
+
+_SETTLED_NS = 2 * 10**9
+"""Time resolution of some file systems: a younger file may change without a new time."""
+
+_FileHash = tuple[int, int, int, int, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]
+_HASHES = TypeAdapter(dict[str, _FileHash])
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -112,7 +128,7 @@ class Store:
 
     @property
     def verified(self) -> Path:
-        """Hashes of artifacts' files; see `nemo_rl_core.store.hash_cache`."""
+        """Hashes of artifacts' files; see `HashCache`."""
         return self.cache / "verified"
 
     @property
@@ -298,6 +314,48 @@ class Store:
     def release(self) -> None:
         """Releases all folders of `hold`, at the end of a run."""
         locks.unshare(self.marks)
+
+
+class HashCache:
+    """Hashes an artifact's files, and reads a file again only if size, times or inode differ.
+
+    Without it, a rerun of a finished recipe would spend most of its time on hashing.
+    """
+
+    def __init__(self, folder: Path, path: Path) -> None:
+        self._folder, self._path = folder, path
+        self._cached = _read_cache(path)
+        self._used: dict[str, _FileHash] = {}
+
+    def __call__(self, path: Path) -> str:
+        """Returns the SHA-256 digest of a file of the folder, in hex."""
+        name = path.relative_to(self._folder).as_posix()
+        now, identity = time.time_ns(), _identity(path)
+        entry = self._cached.get(name)
+        is_unchanged = entry is not None and entry[:4] == identity
+        digest = entry[4] if entry and is_unchanged else hash_file(path)
+        is_settled = now - identity[2] > _SETTLED_NS
+        if is_settled and _identity(path) == identity:
+            self._used[name] = (*identity, digest)
+        return digest
+
+    def save(self) -> None:
+        """Writes the hashes that were used, if they differ from the file."""
+        if self._used != self._cached:
+            files.write_atomic(self._path, json.dumps(self._used))
+
+
+def _read_cache(path: Path) -> dict[str, _FileHash]:
+    try:
+        return _HASHES.validate_json(path.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return {}
+
+
+def _identity(path: Path) -> tuple[int, int, int, int]:
+    """Size, times and inode; programs cannot set the time of the last inode change (ctime)."""
+    stat = path.stat()
+    return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
 def artifact_name(stage: str, content_hash: str) -> str:

@@ -19,8 +19,7 @@ from uuid import uuid4
 from nemo_rl_core.errors import ConfigError, ResourceError
 from nemo_rl_core.store.ancestry import ancestry_of
 from nemo_rl_core.store.files import write_atomic
-from nemo_rl_core.store.manifest import Manifest
-from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.store.manifest import Manifest, StageRun
 from nemo_rl_core.store.store import Store
 
 WRITE_EVERY_SECONDS = 20.0

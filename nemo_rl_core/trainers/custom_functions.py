@@ -65,8 +65,9 @@ class CustomFunctions:
         if loss is not None:
             _refuse_signature(loss)
         if advantage is not None:
-            of_groups = (*OF_SEQUENCES, *OF_TOKENS)
-            advantage.refuse_parameters(OF_CRITIC if algorithm == "ppo" else of_groups)
+            declared = getattr(section, "algorithm", None)
+            has_critic = declared is not None and declared.has_critic
+            advantage.refuse_parameters(OF_CRITIC if has_critic else (*OF_SEQUENCES, *OF_TOKENS))
         return cls(loss, advantage)
 
 
@@ -84,12 +85,11 @@ def with_functions(
     section = as_mapping(dict(settings).get(algorithm) or {})
     for argument, fn in functions.items():
         field = FIELDS[argument]
-        described = getattr(section_class, "model_fields", {}).get(field)
-        kinds = classes_of(annotated(described)) if described is not None else []
-        if not any(issubclass(kind, CustomFunction) for kind in kinds):
+        if not _takes_function(section_class, field):
+            accepted = [name for name in FIELDS if _takes_function(section_class, FIELDS[name])]
             raise ConfigError(
                 f"the algorithm {algorithm!r} takes no {argument}",
-                expected="loss_fn with grpo, dpo, sft or ppo; advantage_fn with grpo or ppo",
+                expected=" or ".join(accepted) or "no custom function",
                 got=_name_of(fn),
                 fix="leave it out, or write a trainer: docs/extending.md, An algorithm",
             )
@@ -102,6 +102,12 @@ def with_functions(
             )
         section[field] = {**options, "kind": "function", "target": _name_of(fn)}
     return {**values, algorithm: section}
+
+
+def _takes_function(section_class: Any, field: str) -> bool:
+    described = getattr(section_class, "model_fields", {}).get(field)
+    kinds = classes_of(annotated(described)) if described is not None else []
+    return any(issubclass(kind, CustomFunction) for kind in kinds)
 
 
 def is_importable(fn: Any, target: str) -> bool:

@@ -17,9 +17,17 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.store import partial
 from nemo_rl_core.store.files import digest_of, hash_file, list_files, written_aside
-from nemo_rl_core.store.manifest import MANIFEST, Manifest
+from nemo_rl_core.store.manifest import (
+    DIGESTS,
+    LEFT_OUT,
+    MANIFEST,
+    SHA256,
+    Manifest,
+    left_out,
+    read_digests,
+    write_left_out,
+)
 from nemo_rl_core.store.node_cache import FOLDER, NodeCache
 from nemo_rl_core.store.paths import resolve_below
 from nemo_rl_core.store.store import VOLATILE, Store
@@ -37,7 +45,7 @@ def fetch(directory: FlyteDirectory, *parts: str) -> Path:
     folder = Path(directory.path)
     if not directory.remote_source:
         return folder
-    if not (folder / partial.DIGESTS).exists():
+    if not (folder / DIGESTS).exists():
         if not _fetch_top(directory, folder):
             _fetch_without_digests(directory, folder)
             return folder
@@ -54,9 +62,9 @@ def fetch(directory: FlyteDirectory, *parts: str) -> Path:
 def fetch_whole(directory: FlyteDirectory) -> Path:
     """Downloads an artifact's folder; existing files are not downloaded again."""
     folder = fetch(directory)
-    if not (folder / partial.LEFT_OUT).exists():
+    if not (folder / LEFT_OUT).exists():
         return folder
-    return fetch(directory, *sorted({name.partition("/")[0] for name in partial.left_out(folder)}))
+    return fetch(directory, *sorted({name.partition("/")[0] for name in left_out(folder)}))
 
 
 def _fetch_top(directory: FlyteDirectory, folder: Path) -> bool:
@@ -64,13 +72,13 @@ def _fetch_top(directory: FlyteDirectory, folder: Path) -> bool:
     system, source = _source(directory)
     entries = system.ls(source, detail=True)
     names = [Path(each["name"]).name for each in entries if each["type"] == "file"]
-    if partial.DIGESTS not in names:
+    if DIGESTS not in names:
         return False
     announced = _announced(system, source) if FOLDER in os.environ else {}
     digests = {name: announced[name] for name in names if name in announced}
     cached = _from_node_cache(system, source, folder, digests)
-    _get(system, source, folder, {*names} - cached - {partial.DIGESTS})
-    _get(system, source, folder, {partial.DIGESTS} - cached)
+    _get(system, source, folder, {*names} - cached - {DIGESTS})
+    _get(system, source, folder, {DIGESTS} - cached)
     return True
 
 
@@ -87,11 +95,9 @@ def _fetch_without_digests(directory: FlyteDirectory, folder: Path) -> None:
 def _announced(system: Any, source: str) -> dict[str, str]:
     """Reads the digests from the object store; they are compared with the manifest afterwards."""
     with suppress(ValueError, AttributeError, TypeError):
-        digests = json.loads(system.cat_file(f"{source.rstrip('/')}/{partial.DIGESTS}"))
+        digests = json.loads(system.cat_file(f"{source.rstrip('/')}/{DIGESTS}"))
         return {
-            str(name): str(each)
-            for name, each in digests.items()
-            if partial.SHA256.fullmatch(str(each))
+            str(name): str(each) for name, each in digests.items() if SHA256.fullmatch(str(each))
         }
     return {}
 
@@ -181,11 +187,11 @@ def _path(folder: Path, name: str) -> Path:
 
 def _digests(directory: FlyteDirectory, folder: Path) -> dict[str, str]:
     try:
-        digests = partial.read_digests(folder)
+        digests = read_digests(folder)
     except ValueError as error:
         raise _damaged(directory, str(error)) from error
     if digest_of(digests) != Manifest.read(folder).content_hash:
-        raise _damaged(directory, f"{partial.DIGESTS} does not match its manifest")
+        raise _damaged(directory, f"{DIGESTS} does not match its manifest")
     return digests
 
 
@@ -198,7 +204,7 @@ def _check_fetched(directory: FlyteDirectory, folder: Path, names: Iterable[str]
     ]
     if problems:
         raise _damaged(directory, "; ".join(sorted(problems)[:5]))
-    partial.write_left_out(folder, {n: d for n, d in digests.items() if n not in present})
+    write_left_out(folder, {n: d for n, d in digests.items() if n not in present})
 
 
 def _differences(folder: Path, expected: dict[str, str]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from tasks.stage.stage import plan_task
 
 
 class GRPOPlan(NamedTuple):
-    """The config of each stage."""
+    """The config of each stage, which `workflows/grpo.py` passes to it."""
 
     model: ModelTaskConfig
     data: DataTaskConfig

@@ -16,7 +16,7 @@ from tasks.recipes.common import PipelineRecipe
 
 
 class GRPORecipe(PipelineRecipe):
-    """Recipe of a GRPO run.
+    """Recipe of a GRPO run, as users write it; `plan_grpo` splits it.
 
     Attributes:
         grpo: Group-relative policy optimization.
@@ -69,6 +69,6 @@ def refuse_unfit(grpo: GRPOConfig, reward: EnvironmentConfig, recipe: PipelineRe
 
 
 class GRPOTaskConfig(GRPOSettings):
-    """Config of `grpo_iteration`."""
+    """Config of `grpo_iteration`, whose key includes the code and files of the rewards."""
 
     reward_content: str

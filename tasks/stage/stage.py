@@ -15,9 +15,8 @@ from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel
 
 from nemo_rl_core.produce import StageInputs, StageResult, produce
-from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.manifest import Manifest, StageRun
 from nemo_rl_core.store.source_digest import source_digest
-from nemo_rl_core.store.stage_run import StageRun
 from tasks.artifacts import Artifact
 from tasks.flyte import local
 from tasks.flyte.retries import retried_on_cluster
@@ -144,8 +143,8 @@ def make(
         # For the manifest; the digest of the source covers the number already.
         numerics_version=getattr(sys.modules[module], "NUMERICS_VERSION", 1),
     )
-    if local.on_cluster():
-        run = StageRun.from_environment(os.environ, task=f"{module}.{stage}")
+    run = StageRun.from_environment(os.environ, task=f"{module}.{stage}")
+    if run is not None:
         with tracked_stage(), retried_on_cluster():
             artifact, directory = _make_on_cluster(inputs, work, run)
     else:
@@ -163,7 +162,7 @@ def make(
 
 
 def _make_on_cluster(
-    inputs: StageInputs, work: Callable[[Path], StageResult], run: StageRun | None
+    inputs: StageInputs, work: Callable[[Path], StageResult], run: StageRun
 ) -> tuple[Path, FlyteDirectory]:
     attempt = StageAttempt(current_context().checkpoint)
     artifact = produce(

@@ -14,9 +14,8 @@ from flytekit.types.directory import FlyteDirectory
 
 from nemo_rl_core.checkpoints.object_saves import StoredFile, Transfer, deliver
 from nemo_rl_core.distributed.machines import machines_with_workers, on_machines
-from nemo_rl_core.store import partial
 from nemo_rl_core.store.files import list_files
-from nemo_rl_core.store.manifest import MANIFEST
+from nemo_rl_core.store.manifest import DIGESTS, MANIFEST, read_digests
 from tasks.stage.attempts import StageAttempt
 
 logger = logging.getLogger(__name__)
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 _MIN_BYTES = 64 * 2**20
 """Smaller artifacts are sent by flytekit in about a second, the start-up time of other machines."""
 
-_LAST = (partial.DIGESTS, MANIFEST)
+_LAST = (DIGESTS, MANIFEST)
 """Uploaded last: a folder without them is not an artifact, so a partial upload is not used."""
 
 
@@ -58,7 +57,7 @@ def uploaded(artifact: Path, attempt: StageAttempt) -> FlyteDirectory:
 def _transfers(
     artifact: Path, address: str, saved: Mapping[str, StoredFile]
 ) -> dict[str, Transfer]:
-    digests = partial.read_digests(artifact)
+    digests = read_digests(artifact)
     transfers = {}
     for name in list_files(artifact):
         path, digest = artifact / name, digests.get(name, "")

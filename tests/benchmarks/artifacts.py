@@ -18,8 +18,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 
 from nemo_rl_core.checkpoints.manager import CheckpointManager, after_each_save
-from nemo_rl_core.store.manifest import MANIFEST
-from nemo_rl_core.store.partial import write_digests
+from nemo_rl_core.store.manifest import MANIFEST, write_digests
 from nemo_rl_core.store.store import content_digests
 from tasks.stage.attempts import StageAttempt
 from tasks.stage.container import close_sessions_at_exit

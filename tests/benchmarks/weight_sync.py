@@ -40,8 +40,8 @@ from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import join_process_group, rank
 from nemo_rl_core.distributed.session import connect, shutdown
 from nemo_rl_core.distributed.weight_sync.link import Endpoint
-from nemo_rl_core.distributed.weight_sync.messages import SENDER, LinkSpec
 from nemo_rl_core.distributed.weight_sync.routes import TransportName
+from nemo_rl_core.distributed.weight_sync.transport import SENDER, LinkSpec
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
 

@@ -12,8 +12,8 @@ from torch import multiprocessing
 from torch.distributed import TCPStore
 
 from nemo_rl_core.distributed.weight_sync.link import Endpoint
-from nemo_rl_core.distributed.weight_sync.messages import SENDER, LinkSpec
 from nemo_rl_core.distributed.weight_sync.routes import TransportName
+from nemo_rl_core.distributed.weight_sync.transport import SENDER, LinkSpec
 
 NUM_TRANSFERS = 5
 NUM_TENSORS = 20

@@ -17,7 +17,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.weight_sync.link import WeightLink
-from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
+from nemo_rl_core.distributed.weight_sync.transport import LinkSpec
 from nemo_rl_core.errors import ConfigError, WorkerLostError
 from nemo_rl_core.models.generation import (
     HuggingFaceGeneration,

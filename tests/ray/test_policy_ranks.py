@@ -6,11 +6,13 @@ Real backends over ranks are tested with their unit tests, without Ray.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from nemo_rl_core.backends.training.base import _TRAINING_BACKENDS, TrainingSetup
 from nemo_rl_core.config.optimizer import OptimizerConfig
@@ -19,8 +21,12 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import join_process_group, rank, world_size
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync.link import ReceivesWeights, SendsWeights, WeightLink
-from nemo_rl_core.distributed.weight_sync.messages import combined_digest, make_buckets
+from nemo_rl_core.distributed.weight_sync.link import (
+    ReceivesWeights,
+    SendsWeights,
+    WeightLink,
+    make_buckets,
+)
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.policy import Policy
@@ -169,8 +175,12 @@ def test_the_first_rank_sends_all_weights(policy: Policy, session: ClusterSessio
         digest = link.transfer()
         weight = -policy.get_logprobs(batch_of(1))["logprobs"][0, 0].item()
         assert engine.run_single_worker("what_was_taken") == [("weight", weight)]
-        (bucket,) = make_buckets([("weight", torch.tensor([weight]))])
-        assert digest == combined_digest([bucket.digest])
+        (bucket,) = make_buckets(
+            [("weight", torch.tensor([weight]))],
+            bucket_bytes=1024,
+            allocate=partial(torch.empty, dtype=torch.uint8),
+        )
+        assert digest == xxhash.xxh3_128(bucket.digest.encode()).hexdigest()
     engine.shutdown()
 
 

@@ -15,7 +15,7 @@ from nemo_rl_core.config.generation import (
 from nemo_rl_core.config.isolation import IsolatedPackages
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
+from nemo_rl_core.distributed.weight_sync.transport import LinkSpec
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.registry import Registry
 

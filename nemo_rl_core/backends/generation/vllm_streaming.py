@@ -25,7 +25,7 @@ from nemo_rl_core.backends.decoding.requests import Completed, DecodingRequest, 
 from nemo_rl_core.backends.generation.base import GenerationSetup, WeightsProof
 from nemo_rl_core.backends.generation.vllm import SENT, VllmBackend, completed
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
+from nemo_rl_core.distributed.weight_sync.transport import LinkSpec
 from nemo_rl_core.types import Completion
 
 T = TypeVar("T")

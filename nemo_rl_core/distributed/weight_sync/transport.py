@@ -1,4 +1,8 @@
-"""Transports of a bucket's bytes from a trainer's process to an engine's.
+"""Transports of a bucket's bytes from a trainer's process to an engine's, and their control group.
+
+The control group is a gloo process group, separate from those of the trainer's and the engine's
+ranks: rank 0 is the trainer's rank that sends, the others are engine workers. A process that dies
+closes its connections, so its peers get an error at once; a stuck process runs into the timeout.
 
 | transport | sender and receiver are | copies of the bytes | memory of the sender |
 |---|---|---|---|
@@ -8,11 +12,15 @@
 | `nccl` | on different GPUs | 1 and the network | two buckets |
 """
 
+import hmac
 import inspect
+import json
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,13 +28,131 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+    Work,
+)
 
 from nemo_rl_core.distributed.allocator import shareable_memory
 from nemo_rl_core.distributed.process_group import local_device
-from nemo_rl_core.distributed.weight_sync.messages import SENDER, ControlGroup
 from nemo_rl_core.distributed.weight_sync.routes import GPU_BUCKET_BYTES, TransportName
-from nemo_rl_core.errors import ResourceError
+from nemo_rl_core.errors import ResourceError, TransferError
+
+SENDER = 0
+"""The sender's rank in the group; receivers follow."""
+_HEAD_BYTES = 8 * 1024
+_LENGTH_BYTES = 8
+_SIGNATURE_BYTES = 32
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """Parameters with which both ends of a link connect.
+
+    Attributes:
+        host: Address of a `TCPStore`, which listens while endpoints may join.
+        timeout_seconds: How long an endpoint waits for the others.
+        token: Secret of both ends, passed through Ray. It signs all messages, since every user of
+            the machines can connect to the store and to gloo.
+        sender: Rank of the trainer that sends. Each sender has a separate link at the same store.
+    """
+
+    host: str
+    port: int
+    num_receivers: int
+    transport: TransportName
+    timeout_seconds: float
+    token: str = field(repr=False)
+    sender: int = 0
+
+
+class ControlGroup:
+    """One endpoint's membership in the group; waits until all have joined.
+
+    Args:
+        rank: `SENDER`, or the receiver's index, starting at 1.
+
+    Raises:
+        TransferError: If the others do not join in time; in any method, if one of them is gone.
+    """
+
+    def __init__(self, link: LinkSpec, rank: int) -> None:
+        timeout = timedelta(seconds=link.timeout_seconds)
+        with transfer_errors():
+            store = TCPStore(link.host, link.port, is_master=False, timeout=timeout)
+            self.store = PrefixStore(f"sender {link.sender}", store)
+            self._group: ProcessGroupGloo | None = ProcessGroupGloo(
+                PrefixStore("control", self.store), rank, link.num_receivers + 1, timeout
+            )
+        self.link, self.rank = link, rank
+        self._num_messages = 0
+
+    def broadcast(self, root: int, message: Any = None) -> Any:
+        """Returns the message of rank `root`, as JSON, on all ranks."""
+        self._num_messages += 1
+        packed = b""
+        if self.rank == root:
+            encoded = json.dumps(message).encode()
+            packed = self._signature(root, encoded) + encoded
+            packed = (_LENGTH_BYTES + len(packed)).to_bytes(_LENGTH_BYTES, "big") + packed
+        # One broadcast for most messages, so that receivers wake up only once.
+        received, num_bytes = b"", _HEAD_BYTES
+        while len(received) < num_bytes:
+            part = packed[len(received) : num_bytes].ljust(num_bytes - len(received))
+            buffer = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            with transfer_errors():
+                self.start_broadcast(buffer, root).wait()
+            received += buffer.numpy().tobytes()
+            length = int.from_bytes(received[:_LENGTH_BYTES], "big")
+            num_bytes = max(length, _HEAD_BYTES)
+        signed = received[_LENGTH_BYTES:length]
+        signature, encoded = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(root, encoded)):
+            raise TransferError(
+                "a message of a weight transfer is not from this run",
+                expected="a signature with the token of the link",
+                got=f"a wrong signature, in a message as rank {root}",
+                fix="find out who connects to the ports of this run; then run the same command "
+                "again: it resumes from the last save",
+            )
+        return json.loads(encoded)
+
+    def _signature(self, rank: int, encoded: bytes) -> bytes:
+        """Returns the signature of the current message; the count refuses repeated messages."""
+        context = f"{self.link.sender} {rank} {self._num_messages} ".encode()
+        return hmac.digest(self.link.token.encode(), context + encoded, "sha256")
+
+    def gather(self, text: str) -> list[str]:
+        """Returns the texts of all receivers in rank order."""
+        return [self.broadcast(rank, text) for rank in range(1, self.link.num_receivers + 1)]
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        """Starts to fill the tensor on all ranks with that of rank `root`, without a signature."""
+        if self._group is None:
+            raise RuntimeError("the link was closed after an error")
+        work: Work = self._group.broadcast(tensor, root)  # type: ignore[attr-defined]
+        return work
+
+    def close(self) -> None:
+        """Leaves the group; endpoints that wait for this one get an error."""
+        self._group = None
+
+
+@contextmanager
+def transfer_errors() -> Iterator[None]:
+    """Turns errors of gloo and of the store into a `TransferError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransferError(
+            "a weight transfer was interrupted",
+            expected="trainer and engine workers at both ends",
+            got=str(error).splitlines()[0],
+            fix="run the same command again: it resumes from the last save; look above for the "
+            "first error of a worker",
+        ) from error
 
 
 class Transport:
@@ -45,30 +171,28 @@ class Transport:
     def __init__(self, control: ControlGroup) -> None:
         self._control = control
 
-    def begin(self) -> None:
-        """Starts a transfer; all receivers are done with the previous one."""
-
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Sender: returns `[num_bytes]` of uint8 to pack the next bucket into."""
         raise NotImplementedError
 
-    def reference(self, payload: torch.Tensor) -> Any:
-        """Sender: returns a JSON reference by which receivers find the last packed bytes."""
-        return None
+    def send(self, frame: dict[str, Any], payload: torch.Tensor | None = None) -> None:
+        """Sender: sends a message to all receivers, and moves the bytes of the bucket in it.
 
-    def push(self, payload: torch.Tensor) -> None:
-        """Sender: moves the bytes, unless receivers read them in the sender's memory."""
-
-    def own_memory(self, num_bytes: int) -> torch.Tensor | None:
-        """Receiver: returns `[num_bytes]` of uint8 to pull into; None if not needed."""
-        return None
-
-    def pull(self, reference: Any, out: Any) -> torch.Tensor:
-        """Receiver: returns the bytes of a bucket, unchanged until the transfer ends."""
+        Returns when all receivers have read the bytes of the previous bucket.
+        """
         raise NotImplementedError
 
-    def settle(self) -> None:
-        """Sender: waits until all receivers have read the pushed bytes."""
+    def own_memory(self, num_bytes: int) -> torch.Tensor:
+        """Receiver: returns `[num_bytes]` of uint8 for a tensor that arrives in pieces."""
+        raise NotImplementedError
+
+    def pull(self, frame: dict[str, Any], out: torch.Tensor | None) -> torch.Tensor:
+        """Receiver: returns the bytes of a bucket, unchanged until the transfer ends.
+
+        Args:
+            out: Memory for them if they are a piece of a tensor.
+        """
+        raise NotImplementedError
 
     def end(self) -> None:
         """Sender: ends a transfer; all receivers have loaded everything."""
@@ -88,13 +212,7 @@ class SharedMemoryTransport(Transport):
         super().__init__(control)
         self._segments: list[_Segment] = []
         self._num_used = 0
-        self._mapped: dict[int, torch.Tensor] = {}
-        self._mapped_before: dict[int, torch.Tensor] = {}
-
-    def begin(self) -> None:
-        """Reuses the pages in the same order; a receiver unmaps unused ones."""
-        self._num_used = 0
-        self._mapped, self._mapped_before = {}, self._mapped
+        self._mapped: dict[int, tuple[int, torch.Tensor]] = {}
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Returns a view of the next pages, which are replaced if they are too small."""
@@ -105,21 +223,27 @@ class SharedMemoryTransport(Transport):
             self._segments[index] = _Segment(num_bytes)
         return self._segments[index].flat[:num_bytes]
 
-    def reference(self, payload: torch.Tensor) -> list[int]:
-        """Returns process, file descriptor, sizes of bucket and file, and the file's inode."""
-        segment = self._segments[self._num_used - 1]
-        identity = os.fstat(segment.descriptor).st_ino
-        return [os.getpid(), segment.descriptor, payload.nbytes, segment.flat.nbytes, identity]
+    def send(self, frame: dict[str, Any], payload: torch.Tensor | None = None) -> None:
+        """Sends a message with the process and file of the bytes, which receivers read there."""
+        if payload is not None:
+            index = self._num_used - 1
+            segment = self._segments[index]
+            file = [segment.descriptor, segment.flat.nbytes, os.fstat(segment.descriptor).st_ino]
+            frame = {**frame, "segment": [index, os.getpid(), *file]}
+        self._control.broadcast(SENDER, frame)
 
-    def pull(self, reference: list[int], out: None) -> torch.Tensor:
+    def pull(self, frame: dict[str, Any], out: torch.Tensor | None) -> torch.Tensor:
         """Returns a view of the sender's pages."""
-        pid, descriptor, num_bytes, file_bytes, identity = reference
-        pages = self._mapped_before.get(identity)
-        if pages is None:
+        index, pid, descriptor, file_bytes, inode = frame["segment"]
+        if index not in self._mapped or self._mapped[index][0] != inode:
             with Path(f"/proc/{pid}/fd/{descriptor}").open("r+b") as file:
                 pages = torch.frombuffer(mmap.mmap(file.fileno(), file_bytes), dtype=torch.uint8)
-        self._mapped[identity] = pages
-        return pages[:num_bytes]
+            self._mapped[index] = inode, pages
+        return self._mapped[index][1][: frame["num_bytes"]]
+
+    def end(self) -> None:
+        """Reuses the pages in the same order."""
+        self._num_used = 0
 
 
 class _Segment:
@@ -160,8 +284,17 @@ class BufferedTransport(Transport):
         return self._buffers[turn][:num_bytes]
 
     def own_memory(self, num_bytes: int) -> torch.Tensor:
-        """Receiver: returns memory like that of a buffer."""
+        """Returns memory like that of a buffer."""
         return self._memory(num_bytes)
+
+    def pull(self, frame: dict[str, Any], out: torch.Tensor | None) -> torch.Tensor:
+        """Returns a copy of the bytes."""
+        out = self.own_memory(frame["num_bytes"]) if out is None else out
+        self._fill(out, frame)
+        return out
+
+    def _fill(self, out: torch.Tensor, frame: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
 class CudaIpcTransport(BufferedTransport):
@@ -196,22 +329,19 @@ class CudaIpcTransport(BufferedTransport):
             if name not in (*_CONSTANT, "storage_device")
         }
 
-    def push(self, payload: torch.Tensor) -> None:
-        """Marks the buffer as unread; the receivers have the handle."""
-        self._is_unread = True
-
-    def settle(self) -> None:
-        """Waits for the receivers' copies."""
+    def send(self, frame: dict[str, Any], payload: torch.Tensor | None = None) -> None:
+        """Sends a message with the handle of the bytes, which receivers copy."""
+        if payload is not None:
+            frame = {**frame, "reference": self.reference(payload)}
         if self._is_unread:
             self._control.gather(_COPIED)
-        self._is_unread = False
+        self._control.broadcast(SENDER, frame)
+        self._is_unread = payload is not None
 
-    def pull(self, reference: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of the sender's bytes."""
-        out.copy_(self._mapped(reference))
+    def _fill(self, out: torch.Tensor, frame: dict[str, Any]) -> None:
+        out.copy_(self._mapped(frame["reference"]))
         torch.cuda.current_stream(self._device).synchronize()
         self._control.gather(_COPIED)
-        return out
 
     def _mapped(self, reference: dict[str, Any]) -> torch.Tensor:
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
@@ -249,25 +379,24 @@ class BroadcastTransport(BufferedTransport):
 
     def __init__(self, control: ControlGroup) -> None:
         super().__init__(control)
-        self._wait: Callable[[], None] | None = None
+        self._moving: Work | None = None
 
-    def push(self, payload: torch.Tensor) -> None:
-        """Starts a broadcast to all receivers."""
-        self._wait = self._broadcast(payload)
+    def send(self, frame: dict[str, Any], payload: torch.Tensor | None = None) -> None:
+        """Sends a message and starts to broadcast the bytes to all receivers."""
+        if self._moving is not None:
+            self._wait(self._moving)
+        self._control.broadcast(SENDER, frame)
+        self._moving = None if payload is None else self._start(payload)
 
-    def settle(self) -> None:
-        """Waits for the broadcast."""
-        if self._wait is not None:
-            self._wait()
-        self._wait = None
+    def _fill(self, out: torch.Tensor, frame: dict[str, Any]) -> None:
+        self._wait(self._start(out))
 
-    def pull(self, reference: None, out: torch.Tensor) -> torch.Tensor:
-        """Receives the sender's broadcast."""
-        self._broadcast(out)()
-        return out
-
-    def _broadcast(self, payload: torch.Tensor) -> Callable[[], None]:
+    def _start(self, payload: torch.Tensor) -> Work:
+        """Starts the broadcast of a bucket."""
         raise NotImplementedError
+
+    def _wait(self, moving: Work) -> None:
+        moving.wait()  # on a GPU, the stream waits, not this thread
 
 
 class GlooTransport(BroadcastTransport):
@@ -290,8 +419,13 @@ class GlooTransport(BroadcastTransport):
         weakref.finalize(lent, self._free.append, block)
         return torch.from_numpy(lent)
 
-    def _broadcast(self, payload: torch.Tensor) -> Callable[[], None]:
-        return self._control.start_broadcast(payload, SENDER)
+    def _start(self, payload: torch.Tensor) -> Work:
+        with transfer_errors():
+            return self._control.start_broadcast(payload, SENDER)
+
+    def _wait(self, moving: Work) -> None:
+        with transfer_errors():
+            moving.wait()
 
 
 class NcclTransport(BroadcastTransport):
@@ -314,13 +448,9 @@ class NcclTransport(BroadcastTransport):
     def _memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def _broadcast(self, payload: torch.Tensor) -> Callable[[], None]:
-        work = self._group.broadcast(payload, SENDER)
-
-        def wait() -> None:
-            work.wait()  # the stream waits, not this thread
-
-        return wait
+    def _start(self, payload: torch.Tensor) -> Work:
+        work: Work = self._group.broadcast(payload, SENDER)
+        return work
 
     def end(self) -> None:
         """Frees the buffers, whose memory the trainer needs for activations."""

@@ -337,16 +337,18 @@ class Generation(GenerationInterface):
         limit = self._setup.config.generate_timeout_seconds
         try:
             link = WeightLink.between(policy.workers, self._workers, timeout_seconds=limit)
-            self._digest = link.transfer(**self._transfer_options())
-            self._prove_update(policy)
+            self._transfer_and_prove(link, policy)
         except BaseException:
             self._session.discard(self._name)  # it may have only some of the new weights
             raise
         self._source: Path | Policy = policy
         self._proven = policy
 
-    def _transfer_options(self) -> dict[str, Any]:
-        return {}
+    def _transfer_and_prove(self, link: WeightLink, policy: Policy) -> None:
+        """Proves the first update only; the gate of each step finds later errors."""
+        self._digest = link.transfer()
+        if self._proven is not policy:
+            self.prove(policy)
 
     def load_weights(self, model_folder: Path) -> None:
         """Loads the weights of a transformers folder of the same architecture."""
@@ -375,11 +377,6 @@ class Generation(GenerationInterface):
                 # `_checked` loads the policy's weights next, perhaps on the same GPU.
                 self.finish_generation()
             return self._checked(output, policy)
-
-    def _prove_update(self, policy: Policy) -> None:
-        """Proves the first update only; the gate of each step finds later errors."""
-        if self._proven is not policy:
-            self.prove(policy)
 
     def _prove_folder(self) -> None:
         if self._proven is not None or not isinstance(self._source, Path):

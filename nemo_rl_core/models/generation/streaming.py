@@ -14,6 +14,7 @@ from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, RemoteRow, RemoteRows
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_core.distributed.weight_sync.link import WeightLink
 from nemo_rl_core.errors import ConfigError, WorkerLostError
 from nemo_rl_core.models.generation import remote_completions
 from nemo_rl_core.models.generation.engine import Generation
@@ -377,11 +378,9 @@ class StreamingGeneration(RequestGeneration):
             self._session.discard(self._name)
             raise
 
-    def _transfer_options(self) -> dict[str, Any]:
-        return {"weight_version": self._weight_version, "proof": self._proof_prompts}
-
-    def _prove_update(self, policy: Policy) -> None:
-        """Takes the proof that the engine computed right after the transfer, between two steps."""
+    def _transfer_and_prove(self, link: WeightLink, policy: Policy) -> None:
+        """Takes the proof that the engine computes right after the transfer, between two steps."""
+        self._digest = link.transfer(weight_version=self._weight_version, proof=self._proof_prompts)
         proofs: list[WeightsProof] = self._ask_all("last_proof")
         for proof in proofs:
             if proof.first is not None:

@@ -13,7 +13,7 @@ from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
+from nemo_rl_core.distributed.weight_sync.transport import LinkSpec
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.engine_environment import engine_environment
 from nemo_rl_core.models.generation.options import VllmConfig, read_setup, read_vllm_setup

@@ -1,11 +1,13 @@
 """Assigns settings that are given only by name to their sections."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.functions import as_mapping
 from nemo_rl_core.config.names import unknown_names
+from nemo_rl_core.config.trainer import algorithm_of
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.fit.peer_arguments import python_hint
 from nemo_rl_core.trainers.fit.peer_calls import Hint
@@ -67,8 +69,13 @@ def hint_of(settings_class: type[FrozenConfig], section: str) -> Hint:
     sections = _sections(settings_class)
     names = {*settings_class.model_fields}.union(*(s.accepted_keys() for s in sections.values()))
     fields = {*settings_class.model_fields}
-    return lambda name, value: python_hint(
-        name, value, section=section, names=names, sections=fields
+    declared = algorithm_of(settings_class, section)
+    return partial(
+        python_hint,
+        section=section,
+        names=names,
+        sections=fields,
+        has_scalar_head=declared is not None and (declared.has_critic or declared.has_scalar_head),
     )
 
 

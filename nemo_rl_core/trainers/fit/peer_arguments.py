@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from nemo_rl_core.config.names import closest_name
-from nemo_rl_core.config.peer_names import NO_EFFECT, PEER_NAMES, peer_hint
+from nemo_rl_core.config.peer_names import ALGORITHM_SECTIONS, NO_EFFECT, PEER_NAMES, peer_hint
 
-_ALGORITHMS: Final = frozenset({"grpo", "ppo", "dpo", "sft", "reward_model", "distillation"})
 _NOT_IN_LORA: Final = ("lora_dropout", "use_rslora", "use_dora", "modules_to_save")
 _OTHER_VALUES: Final = frozenset(
     {"keep_top_k", "num_nodes", "nnodes", "kl_loss_type", "loss_agg_mode", "loss_fn"}
@@ -24,7 +23,13 @@ _TRACKERS: Final = {"wandb": {"kind": "wandb"}, "mlflow": {"kind": "mlflow"}} | 
 
 
 def python_hint(
-    name: str, value: Any, *, section: str, names: Collection[str], sections: Collection[str]
+    name: str,
+    value: Any,
+    *,
+    section: str,
+    names: Collection[str],
+    sections: Collection[str],
+    has_scalar_head: bool = False,
 ) -> str | None:
     """Returns what to write in Python for a setting of another framework; None if unknown.
 
@@ -37,6 +42,7 @@ def python_hint(
         section: Name of the algorithm's section.
         names: Settings that the trainer accepts by name.
         sections: Sections that the trainer accepts as a mapping.
+        has_scalar_head: Whether the algorithm trains a model with a scalar head.
 
     Example:
         >>> has = {"section": "grpo", "names": ["loss", "max_new_tokens"], "sections": []}
@@ -50,6 +56,8 @@ def python_hint(
     names_of_peers = {*PEER_NAMES, *NO_EFFECT, *_SPECIAL_HINTS}
     if name not in names_of_peers and closest_name(name, names) is None:
         name = closest_name(name, names_of_peers) or name
+    if name == "expert_model_parallel_size" and has_scalar_head:
+        return peer_hint(name)  # the backend with experts has no scalar head
     if name in _SPECIAL_HINTS:
         return _SPECIAL_HINTS[name](value, section, names)
     equivalent = PEER_NAMES.get(name)
@@ -74,7 +82,7 @@ def _argument(
     """Converts `grpo.loss.clip_low` to the path of an argument; None if the trainer has none."""
     first, *inner = dotted.split(".")
     if first == section or first not in sections:
-        return inner if inner[0] in names and first not in _ALGORITHMS - {section} else None
+        return inner if inner[0] in names and first not in ALGORITHM_SECTIONS - {section} else None
     return inner if inner[0] in names else [first, *inner]
 
 
@@ -141,8 +149,6 @@ def _output_dir(value: Any, section: str, names: Collection[str]) -> str:
 
 
 def _experts(value: Any, section: str, names: Collection[str]) -> str | None:
-    if section in ("ppo", "reward_model"):
-        return peer_hint("expert_model_parallel_size")  # the backend has no scalar head
     return f"write training={{'backend': 'megatron', 'expert_parallel_size': {_shown(value)}}}"
 
 

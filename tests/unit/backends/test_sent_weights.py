@@ -137,7 +137,7 @@ def partial_sum() -> tuple[torch.Tensor, torch.Tensor]:
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     part = torch.tensor([1.0 + 2**-8, 2**-8][rank() :][:1])
     weight = DTensor.from_local(part, mesh, [Partial()])
-    return full_tensor(weight, torch.bfloat16), full_tensor(weight)
+    return full_tensor(weight, torch.bfloat16), full_tensor(weight, torch.float32)
 
 
 @pytest.mark.slow

@@ -20,13 +20,13 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.backends.training.dtensor.lora import Adapters
 from nemo_rl_core.checkpoints.tensors import load_tensors, save_tensors
+from nemo_rl_core.checkpoints.weights import as_published
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ModelError, StoreError
 from nemo_rl_core.model_files.loading import (
     Head,
-    as_published,
     empty_model,
     finish_loading,
     load_model,

@@ -29,7 +29,7 @@ from nemo_rl_core.checkpoints.tensors import save_weights
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync.link import SendsWeights
-from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
+from nemo_rl_core.distributed.weight_sync.transport import LinkSpec
 from nemo_rl_core.errors import ConfigError, ConsistencyError, ModelError
 from tests.fake_llm import ALL, FakeLLM
 

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import join_process_group, rank
 from nemo_rl_core.distributed.weight_sync.link import Endpoint, ReceivesWeights, SendsWeights
-from nemo_rl_core.distributed.weight_sync.messages import SENDER, LinkSpec
+from nemo_rl_core.distributed.weight_sync.transport import SENDER, LinkSpec
 from nemo_rl_core.errors import TransferError
 
 Named = list[tuple[str, float]]

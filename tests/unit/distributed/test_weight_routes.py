@@ -15,13 +15,13 @@ from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import join_process_group, rank_environment
 from nemo_rl_core.distributed.virtual_cluster import free_address
 from nemo_rl_core.distributed.weight_sync.link import ReceivesWeights, SendsWeights
-from nemo_rl_core.distributed.weight_sync.messages import LinkSpec
 from nemo_rl_core.distributed.weight_sync.routes import (
     Location,
     Route,
     choose_routes,
     current_location,
 )
+from nemo_rl_core.distributed.weight_sync.transport import LinkSpec
 from tests.simulated_cuda import SimulatedTensor, simulated_cuda
 from tests.simulated_gpus import SimulatedIpc, SimulatedNccl, simulate_transports
 
@@ -251,7 +251,7 @@ def test_no_tensor_passes_through_the_host_or_another_rank(
     assert all(each["is_equal"] for each in results["engine"])
     # Only the sums of rows and columns of a bucket reach the host.
     (waits,) = {frozenset(each["waits"]) for each in (*senders, *results["engine"])}
-    assert waits == {("sync", "to", "messages.py:word_sums")}
+    assert waits == {("sync", "to", "link.py:word_sums")}
     assert all(each["most_bytes"] == [2 * BUCKET_BYTES] for each in senders)
     idle = [each for each in results["trainer"] if each not in senders]
     assert all(each["digests"] == ["", ""] and not each["waits"] for each in idle)

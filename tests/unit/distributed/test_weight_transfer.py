@@ -5,11 +5,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch.distributed import TCPStore
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,20 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.distributed.weight_sync import transport as transport_module
-from nemo_rl_core.distributed.weight_sync.link import Endpoint
-from nemo_rl_core.distributed.weight_sync.messages import (
-    SENDER,
-    LinkSpec,
-    combined_digest,
-    make_buckets,
-)
+from nemo_rl_core.distributed.weight_sync.link import Endpoint, make_buckets
 from nemo_rl_core.distributed.weight_sync.routes import (
     Location,
     TransportName,
     choose_transport,
     current_location,
 )
-from nemo_rl_core.distributed.weight_sync.transport import CudaIpcTransport
+from nemo_rl_core.distributed.weight_sync.transport import SENDER, CudaIpcTransport, LinkSpec
 from nemo_rl_core.errors import ConsistencyError, ResourceError, WorkerError
 from tests.simulated_gpus import simulate_transports
 
@@ -278,8 +274,10 @@ def test_a_transfer_has_the_digest_of_the_same_weights_as_buckets(
         return Endpoint(link, 1).receive(lambda tensors: bits(tensors) and None)
 
     link = new_link("shared_memory")
-    buckets = make_buckets(make_weights(), bucket_bytes=64)
-    expected = combined_digest(bucket.digest for bucket in buckets)
+    allocate = partial(torch.empty, dtype=torch.uint8)
+    buckets = make_buckets(make_weights(), bucket_bytes=64, allocate=allocate)
+    digests = "".join(bucket.digest for bucket in buckets)
+    expected = xxhash.xxh3_128(digests.encode()).hexdigest()
     assert run_ranks(end, link, world_size=2) == [expected, expected]
 
 
@@ -292,9 +290,10 @@ class _Damaging:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def reference(self, payload: torch.Tensor) -> Any:
-        payload[17] ^= 4
-        return self._transport.reference(payload)
+    def send(self, frame: dict[str, Any], payload: torch.Tensor | None = None) -> None:
+        if payload is not None:
+            payload[17] ^= 4
+        self._transport.send(frame, payload)
 
 
 @pytest.mark.slow

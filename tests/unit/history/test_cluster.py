@@ -12,8 +12,7 @@ from nemo_rl_core.history.cluster import import_folders
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Parentage
 from nemo_rl_core.produce import StageInputs, StageResult, produce
-from nemo_rl_core.store.manifest import Manifest
-from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.store.manifest import Manifest, StageRun
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.types import StepReport

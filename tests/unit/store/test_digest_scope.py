@@ -44,7 +44,6 @@ TAKEN = {
     "distributed.step_times.RankTimesLog",
     "store.machine.Machine",
     "store.machine.process_numerics",  # for the manifest
-    "store.stage_run.StageRun",
     "telemetry.budget.current_budget",  # ends a run, after a save
     "telemetry.decks.curves",  # summary and deck
     "telemetry.decks.records",

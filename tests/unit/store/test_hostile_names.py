@@ -23,10 +23,8 @@ from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.stored_paths import from_stored
 from nemo_rl_core.store import remote
 from nemo_rl_core.store.aliases import Aliases
-from nemo_rl_core.store.manifest import ANCESTORS, Manifest
-from nemo_rl_core.store.partial import read_digests
+from nemo_rl_core.store.manifest import ANCESTORS, Manifest, StageRun, read_digests
 from nemo_rl_core.store.paths import resolve_below
-from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.store.store import Store
 from tests.hostile_names import hostile_names
 from tests.workflows.flyte_backend.buckets import S3Bucket

@@ -13,11 +13,10 @@ import pytest
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.produce import StageInputs, StageResult, produce
-from nemo_rl_core.store import hash_cache
+from nemo_rl_core.store import store as store_module
 from nemo_rl_core.store.files import hash_file
-from nemo_rl_core.store.hash_cache import HashCache
 from nemo_rl_core.store.manifest import Manifest
-from nemo_rl_core.store.store import Store, damage, damage_of_changed_files
+from nemo_rl_core.store.store import HashCache, Store, damage, damage_of_changed_files
 
 INPUTS = StageInputs("train_sft", {"num_steps": 6})
 
@@ -164,7 +163,7 @@ CHANGES: dict[str, Callable[[Path, os.stat_result], None]] = {
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files count as old enough immediately; the test waits for the file system's clock."""
-    monkeypatch.setattr(hash_cache, "_SETTLED_NS", -1)
+    monkeypatch.setattr(store_module, "_SETTLED_NS", -1)
 
 
 @pytest.mark.usefixtures("settled")
@@ -230,7 +229,7 @@ def test_a_recently_changed_file_is_not_cached(
 ) -> None:
     """It may change again within one step of the file system's clock and look the same."""
     made = produce(INPUTS, work)
-    monkeypatch.setattr(hash_cache, "_SETTLED_NS", 3600 * 10**9)
+    monkeypatch.setattr(store_module, "_SETTLED_NS", 3600 * 10**9)
     assert damage_of_changed_files(store, made) == ""
     assert not list(store.verified.glob("*"))
 

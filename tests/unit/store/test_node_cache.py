@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 
 from nemo_rl_core.checkpoints.weight_files import refuse_damaged, stored_tensors
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.store import locks, node_cache, partial
+from nemo_rl_core.store import locks, node_cache
 from nemo_rl_core.store.files import hash_file, hash_files
+from nemo_rl_core.store.manifest import DIGESTS, write_digests
 from nemo_rl_core.store.node_cache import FOLDER, GIB, NodeCache, on_node_disk
 
 
@@ -142,7 +143,7 @@ def weights(folder: Path, num_files: int = 2) -> Path:
         tensors[f"layers.{number}.weight"] = name
         save_file({f"layers.{number}.weight": torch.full((4, 4), float(number))}, model / name)
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
-    partial.write_digests(folder, hash_files(folder))
+    write_digests(folder, hash_files(folder))
     return model
 
 
@@ -198,7 +199,7 @@ def test_other_weights_are_read_from_their_original_location(
     assert on_node_disk(link) == link
     refuse_damaged(model / "model-0.safetensors")
     assert list((node_folder / "files").iterdir()) == [], "reading a header does not copy the file"
-    (tmp_path / "stage" / partial.DIGESTS).unlink()
+    (tmp_path / "stage" / DIGESTS).unlink()
     read(model)
     assert list((node_folder / "files").iterdir()) == [], "files without digests are not cached"
     monkeypatch.delenv(FOLDER)

@@ -17,8 +17,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store import locks
-from nemo_rl_core.store.manifest import Manifest
-from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.store.manifest import Manifest, StageRun
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import DatasetArtifact
 from tasks.pods.resources import TRAIN

@@ -13,7 +13,7 @@ from flytekit.types.directory import FlyteDirectory
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.files import list_files
-from nemo_rl_core.store.partial import DIGESTS, LEFT_OUT
+from nemo_rl_core.store.manifest import DIGESTS, LEFT_OUT
 from nemo_rl_core.store.store import damage
 from tasks.artifacts import CheckpointArtifact
 

@@ -23,8 +23,8 @@ from nemo_rl_core.errors import StoreError
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store import locks
 from nemo_rl_core.store.files import digest_of, list_files
+from nemo_rl_core.store.manifest import DIGESTS
 from nemo_rl_core.store.node_cache import FOLDER, GIB
-from nemo_rl_core.store.partial import DIGESTS
 from nemo_rl_core.store.store import Store, damage
 from tasks.artifacts import CheckpointArtifact
 from tasks.stage import container

@@ -10,7 +10,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
 from nemo_rl_core.produce import StageInputs, StageResult, produce
-from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.store.manifest import StageRun
 from nemo_rl_core.telemetry.events import StageRecord
 from tasks.announce import announce
 from tasks.artifacts import EvalReport, LineageReport, PromotionDecision

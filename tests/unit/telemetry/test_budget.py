@@ -11,8 +11,7 @@ import pytest
 from nemo_rl_core.errors import ConfigError, ResourceError
 from nemo_rl_core.maintenance.collect import find_leftovers
 from nemo_rl_core.produce import StageInputs, StageResult, produce
-from nemo_rl_core.store.manifest import Manifest
-from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.store.manifest import Manifest, StageRun
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry import budget as telemetry_budget
 from nemo_rl_core.telemetry.budget import (
@@ -149,7 +148,7 @@ def attempt(number: int, *, task: str = "tasks.train_sft.train_sft") -> StageRun
 
 KILLED = """
 import os, signal, sys, time
-from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.store.manifest import StageRun
 from nemo_rl_core.telemetry import budget
 
 budget.WRITE_EVERY_SECONDS = 0.1

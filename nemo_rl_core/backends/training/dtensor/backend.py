@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.backends.decoding.requests import read_requests, row_seeds
 from nemo_rl_core.backends.decoding.transformers_loop import complete, longest_batch
@@ -45,7 +46,7 @@ from nemo_rl_core.backends.training.optimizers import (
     learning_rate_at,
 )
 from nemo_rl_core.checkpoints.weight_files import distinct
-from nemo_rl_core.checkpoints.weights import keeps_float32, refuse_wrong_weights
+from nemo_rl_core.checkpoints.weights import as_published, keeps_float32, refuse_wrong_weights
 from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.training import DTensorTraining
@@ -61,7 +62,6 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.masked import num_trained_sequences
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.model_files.loading import (
-    as_published,
     name_in_errors,
     shared_vocabulary_size,
 )
@@ -386,8 +386,11 @@ class DTensorBackend(SendsWeights):
         for name, tensor in model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                is_exact = dtype is None or keeps_float32(model, name)
-                yield name, full_tensor(tensor, None if is_exact else dtype)
+                kept = tensor.dtype if dtype is None or keeps_float32(model, name) else dtype
+                if isinstance(tensor, DTensor):
+                    yield name, full_tensor(tensor, kept)
+                else:
+                    yield name, tensor.detach().to(kept)
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes `model/` (transformers layout) and `trainer/` (optimizer, random state)."""
@@ -458,8 +461,9 @@ class DTensorBackend(SendsWeights):
         Each part moves back with the next call that needs it.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        for model in filter(None, (self._policy, self._reference)):
-            release(model.model)
+        if self._mesh is not None:
+            for model in filter(None, (self._policy, self._reference)):
+                release(model.model)
         leaving = PARTS[self._training.offload_for_generation]
         self._memory.offload(part for part in leaving if not (keeps_weights and part == "weights"))
         super().release_memory()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.backends.training.dtensor.parallelize import full_tensor
 from nemo_rl_core.checkpoints.model_code import copy_code
@@ -116,8 +117,11 @@ class Adapters:
         old, new = _PUBLISHED_PARTS.get(self._model.config.model_type, ("", ""))
         tensors = {}
         for name, parameter in self.trained.items():
+            full = parameter.detach()
+            if isinstance(parameter, DTensor):
+                full = full_tensor(parameter, parameter.dtype)
             published = name.replace(f".{_ADAPTER}.", ".").replace(old, new)
-            tensors[f"base_model.model.{published}"] = full_tensor(parameter)
+            tensors[f"base_model.model.{published}"] = full
         if rank() != 0:
             return
         adapter = folder / "adapter"

@@ -206,17 +206,15 @@ def drop_unused_gradients(model: Any) -> None:
             parameter.sharded_param.grad = None
 
 
-def full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Gathers a tensor if it is sharded, as a collective of all ranks.
+def full_tensor(tensor: DTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Gathers a sharded tensor, as a collective of all ranks.
 
     Each rank rounds its shard to `dtype` before gathering; partial sums are reduced first.
     """
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().to(dtype or tensor.dtype)
     shards = unwrapped(tensor).detach()
-    if dtype is not None and not any(each.is_partial() for each in tensor.placements):
+    if not any(each.is_partial() for each in tensor.placements):
         shards = shards.to(dtype)
     # Shards on the CPU are sent through the mesh's device.
     shards = shards.to(tensor.device_mesh.device_type)
     assert isinstance(shards, DTensor)
-    return shards.full_tensor().to(dtype or tensor.dtype)
+    return shards.full_tensor().to(dtype)
