@@ -112,10 +112,10 @@ def _play(
 ) -> None:
     """Becomes the agent, in its fork."""
     os.setsid()
-    row = os.memfd_create("row")
-    os.write(row, request["row"].encode())
-    os.lseek(row, 0, os.SEEK_SET)
-    for number, stream in enumerate([row, *outputs]):
+    file = os.memfd_create("row")
+    os.write(file, request["row"].encode())
+    os.lseek(file, 0, os.SEEK_SET)
+    for number, stream in enumerate([file, *outputs]):
         os.dup2(stream, number)
         os.close(stream)
     os.environ.clear()
@@ -125,8 +125,8 @@ def _play(
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores
         os.execvp(request["command"][0], request["command"])
     # Programs that the agent starts do not get the file.
-    row = json.loads(request["row"])
-    result = run(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], row)
+    session = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    result = run(*session, json.loads(request["row"]))
     if inspect.iscoroutine(result):
         result = asyncio.run(result)
     reward_file.write_text(json.dumps(result, default=float))
@@ -140,14 +140,14 @@ def _read_until(
     outputs = set(tails)
     while True:
         seconds_left = max(0.0, deadline - time.monotonic())
-        ready = select.select([exited, episode, *outputs], [], [], seconds_left)[0]
-        if not ready or exited in ready or episode in ready:
+        ready = select.select([exited, episode.fileno(), *outputs], [], [], seconds_left)[0]
+        if not ready or exited in ready or episode.fileno() in ready:
             return exited in ready
         outputs -= {each for each in ready if not _read(each, tails[each])}
 
 
 def _read_rest(tails: dict[int, bytearray]) -> None:
-    """Reads what outputs still have; a process that is no child of the guard may keep them open."""
+    """Reads the rest of the outputs, which other processes may keep open."""
     for output, tail in tails.items():
         os.set_blocking(output, False)
         with suppress(BlockingIOError):

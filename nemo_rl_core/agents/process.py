@@ -136,7 +136,7 @@ class AgentHost:
                 try:
                     socket.send_fds(self._episodes, [b"e"], [of_guard.fileno()])
                     return
-                except BlockingIOError:  # the host is behind with many others
+                except BlockingIOError:  # the host has many others to fork
                     await asyncio.sleep(0.01)
 
     async def _start(self) -> None:
@@ -147,7 +147,7 @@ class AgentHost:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, *(["-I", "-S"] if target is None else ["-P"]), str(_HOST)),
                 *([] if target is None else [target]),
-                stdin=of_host,
+                stdin=of_host.fileno(),
                 stdout=PIPE,
                 stderr=STDOUT,
                 env=variables_of(self._config),
