@@ -60,7 +60,7 @@ def test_only_the_end_of_a_flood_is_kept() -> None:
 def test_children_end_with_their_agent(new_session: bool, hangs: bool) -> None:
     code = f"""
 import subprocess, sys, time
-child = subprocess.Popen(["sleep", "1000"], start_new_session={new_session})
+child = subprocess.Popen(["sleep", "1000"], start_new_session={new_session}, env={{}})
 print(child.pid, flush=True)
 time.sleep({1000 if hangs else 0})
 """
