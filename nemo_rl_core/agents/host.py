@@ -53,7 +53,7 @@ def serve(run: Callable[..., Any] | None) -> None:
             with socket.socket(fileno=received[0]) as episode:
                 if os.fork() == 0:
                     episodes.close()
-                    _end_after(partial(_guard, episode, run, Path(folder, f"{number}.json")))
+                    _end_after(partial(_guard, episode, run, Path(folder, f"{number:d}.json")))
 
 
 def _end_after(play: Callable[[], object]) -> None:
