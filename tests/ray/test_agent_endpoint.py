@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,12 @@ SMOLLM2_135M = TextModelFromConfig(
 
 
 def test_the_endpoint_takes_little_of_the_time_of_sampling(
-    session: ClusterSession, tmp_path: Path, record_property: Callable[[str, object], None]
+    session: ClusterSession, tmp_path: Path
 ) -> None:
-    """Its CPU time is that of the event loop's thread, and all that this thread does is counted.
+    """The endpoint's CPU time is that of the event loop's thread, which also starts the agents.
 
-    The engine has one thread, so that its CPU time is the least time that sampling can take.
+    The engine has one thread, so its CPU time is the least time that sampling can take. On an EPYC
+    (28 November 2026, one run): 0.14 of 27.9 CPU-s.
     """
     materialize(SMOLLM2_135M, tmp_path, seed=0)
     tokenizer = load_tokenizer(tmp_path)
@@ -71,9 +72,7 @@ def test_the_endpoint_takes_little_of_the_time_of_sampling(
     of_endpoint, of_engine = endpoint_seconds() - of_endpoint, engine_seconds(engine) - of_engine
     rollouts.close()
     assert [each.reward for each in played] == [NUM_TURNS] * NUM_AGENTS
-    record_property("endpoint_seconds", of_endpoint)
-    record_property("engine_seconds", of_engine)
-    assert of_endpoint <= 0.05 * of_engine
+    assert of_endpoint <= 0.05 * of_engine, (of_endpoint, of_engine)
 
 
 def endpoint_seconds() -> float:
