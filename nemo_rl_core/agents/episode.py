@@ -7,15 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl_core.agents.process import (
-    REWARD_FILE,
-    FunctionHost,
-    ProcessResult,
-    row_of,
-    run_process,
-    variables_of,
-    watch_run,
-)
+from nemo_rl_core.agents.host import REWARD_FILE
+from nemo_rl_core.agents.process import AgentHost, ProcessResult, row_of, variables_of
 from nemo_rl_core.agents.server import AgentServer
 from nemo_rl_core.agents.session import AgentSample, Session
 from nemo_rl_core.config.agents import AgentEnvironment
@@ -64,8 +57,7 @@ class Agents:
         self.running: set[asyncio.Task[ProcessResult]] = set()
         self.server = AgentServer()
         self._address: asyncio.Future[str] | None = None
-        self._watch: asyncio.subprocess.Process | None = None
-        self._host = FunctionHost(self.config)
+        self.host = AgentHost(self.config)
         self._source, self._is_changed = agent_source(self.config), False
         self._next_check = 0.0
         self._calls = CallQueue()
@@ -75,22 +67,17 @@ class Agents:
     async def address(self) -> str:
         """Starts the server once, and returns its address."""
         if self._address is None:
-            self._address = asyncio.ensure_future(self._start())
+            self._address = asyncio.ensure_future(self.server.start())
         return await asyncio.shield(self._address)
 
-    async def _start(self) -> str:
-        address = await self.server.start()
-        self._watch = await watch_run(address)
-        return address
-
     async def command(self, row: Mapping[str, Any]) -> list[str]:
-        """Returns the command of an episode.
+        """Returns the command of an episode; empty for a function.
 
         Raises:
             ConfigError: If files have changed since the run began, as its cache key has them.
         """
         if self.config.command is None:
-            return await self._host.command()
+            return []
         if time.monotonic() > self._next_check:
             self._next_check = time.monotonic() + _CHECK_SECONDS
             self._is_changed |= await asyncio.to_thread(agent_source, self.config) != self._source
@@ -102,18 +89,15 @@ class Agents:
         return [each.replace("{prompt}", row["prompt"]) for each in self.config.command]
 
     async def close(self) -> None:
-        """Ends episodes that still run, the server and the process that forks functions."""
+        """Ends episodes that still run, the server and the host of the agents."""
         for each in self.running:
             each.cancel()
         await asyncio.gather(*self.running, return_exceptions=True)
         self._calls.stop()
-        await self._host.stop()
+        await self.host.stop()
         if self._address is not None:
             await self._address
             await self.server.stop()
-        if self._watch is not None:
-            self._watch.kill()
-            await self._watch.wait()
 
 
 class AgentEpisode:
@@ -157,11 +141,10 @@ class AgentEpisode:
         command = await self._agents.command(row)
         key = self._agents.server.open(session)
         try:
-            return await run_process(
-                command,
+            return await self._agents.host.play(
+                command=command,
                 row=json.dumps(row),
                 variables=variables_of(config, base_url=address, api_key=key),
-                timeout_seconds=config.episode_timeout_seconds,
             )
         except OSError as error:
             raise RewardError("the agent cannot be started", got=str(error)) from error

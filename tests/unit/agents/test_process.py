@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import sys
 import time
 from contextlib import suppress
@@ -11,14 +10,9 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.agents.process import (
-    FunctionHost,
-    ProcessResult,
-    row_of,
-    run_process,
-    variables_of,
-)
+from nemo_rl_core.agents.process import AgentHost, ProcessResult, row_of, variables_of
 from nemo_rl_core.config.agents import AgentEnvironment
+from nemo_rl_core.environments.agent_programs import program_path
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.types import Prompt
 
@@ -27,11 +21,17 @@ PROMPT = Prompt("7", "2+2=", (1,), "4", "sums", '{"level": 3}')
 
 
 def run(code: str, *, timeout_seconds: float = 20, row: str = "") -> ProcessResult:
-    command = [sys.executable, "-c", code]
-    variables = {"PATH": os.environ["PATH"], "OPENAI_API_KEY": KEY}
-    return asyncio.run(
-        run_process(command, row=row, variables=variables, timeout_seconds=timeout_seconds)
-    )
+    return asyncio.run(play(["python", "-c", code], timeout_seconds=timeout_seconds, row=row))
+
+
+async def play(command: list[str], *, timeout_seconds: float = 20, row: str = "") -> ProcessResult:
+    config = AgentEnvironment(command=command, episode_timeout_seconds=timeout_seconds)
+    host = AgentHost(config)
+    variables = {"PATH": program_path(), "OPENAI_API_KEY": KEY}
+    try:
+        return await host.play(command=command, row=row, variables=variables)
+    finally:
+        await host.stop()
 
 
 def is_alive(process: int) -> bool:
@@ -71,7 +71,7 @@ def test_only_the_end_of_a_flood_is_kept() -> None:
 def test_children_end_with_their_agent(new_session: bool, hangs: bool) -> None:
     code = f"""
 import subprocess, sys, time
-child = subprocess.Popen(["sleep", "1000"], start_new_session={new_session})
+child = subprocess.Popen(["sleep", "1000"], start_new_session={new_session}, env={{}})
 print(child.pid, flush=True)
 time.sleep({1000 if hangs else 0})
 """
@@ -87,14 +87,7 @@ def test_a_cancelled_episode_ends_its_agent(tmp_path: Path) -> None:
     code = f"import os, time; open({str(noted)!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
 
     async def cancel() -> None:
-        running = asyncio.create_task(
-            run_process(
-                [sys.executable, "-c", code],
-                row="",
-                variables={"OPENAI_API_KEY": KEY},
-                timeout_seconds=100,
-            )
-        )
+        running = asyncio.create_task(play(["python", "-c", code]))
         while not noted.exists() or not noted.read_text():
             await asyncio.sleep(0.02)
         running.cancel()
@@ -106,10 +99,9 @@ def test_a_cancelled_episode_ends_its_agent(tmp_path: Path) -> None:
 
 
 def test_a_program_that_cannot_start_is_an_error() -> None:
-    with pytest.raises(FileNotFoundError):
-        asyncio.run(
-            run_process(["/no/such"], row="", variables={"OPENAI_API_KEY": KEY}, timeout_seconds=1)
-        )
+    result = asyncio.run(play(["/no/such"]))
+    assert result.exit_code == 1
+    assert "FileNotFoundError" in result.errors
 
 
 def test_an_agent_gets_its_session_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,21 +158,14 @@ def play_function(
     """Plays three episodes of `my_agent:run`; returns also the host's number."""
 
     async def play() -> tuple[list[ProcessResult], list[int]]:
-        host = FunctionHost(AgentEnvironment(target="my_agent:run"))
+        config = AgentEnvironment(target="my_agent:run", episode_timeout_seconds=timeout_seconds)
+        host = AgentHost(config)
+        variables = {"OPENAI_BASE_URL": "abc", "OPENAI_API_KEY": KEY}
         try:
-            command = await host.command()
-            assert command == await host.command()
-            episodes = (
-                run_process(
-                    command,
-                    row=row,
-                    variables={"OPENAI_BASE_URL": "abc", "OPENAI_API_KEY": f"{KEY}-{number}"},
-                    timeout_seconds=timeout_seconds,
-                )
-                for number in range(3)
-            )
+            episodes = (host.play(row=row, variables=variables) for _ in range(3))
+            results = await asyncio.gather(*episodes)
             assert host._process is not None
-            return list(await asyncio.gather(*episodes)), [host._process.pid]
+            return results, [host._process.pid]
         finally:
             await host.stop()
 
@@ -194,7 +179,7 @@ def test_a_function_that_fails_shows_why(tmp_path: Path, monkeypatch: pytest.Mon
     assert [each.exit_code for each in results] == [1, 1, 1]
     assert results[0].errors.endswith("LookupError: no tool\n")
     (tmp_path / "my_agent.py").write_text("import os\ndef run(*_): os.kill(os.getpid(), 9)")
-    assert [each.exit_code for each in play_function("{}")[0]] == [247, 247, 247]  # -9
+    assert [each.exit_code for each in play_function("{}")[0]] == [-9, -9, -9]
     (tmp_path / "my_agent.py").write_text("import no_such_module")
     with pytest.raises(ConfigError, match="No module named 'no_such_module'"):
         play_function("{}")
