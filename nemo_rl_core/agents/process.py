@@ -116,6 +116,8 @@ class AgentHost:
         try:
             writer.write(json.dumps(request).encode() + b"\n")
             result = await reader.read()
+        except (BrokenPipeError, ConnectionResetError):  # the host was killed
+            result = b""
         finally:
             with suppress(TimeoutError, OSError):
                 writer.write_eof()  # the guard ends the episode, and then closes its end
@@ -138,6 +140,11 @@ class AgentHost:
                     return
                 except BlockingIOError:  # the host has many others to fork
                     await asyncio.sleep(0.01)
+                except (
+                    BrokenPipeError,
+                    ConnectionResetError,
+                ):  # killed: the episode gets no answer
+                    return
 
     async def _start(self) -> None:
         target = self._config.target
@@ -158,6 +165,8 @@ class AgentHost:
         while lines[-1] != b"ready\n":
             lines.append(await self._process.stdout.readline())
             if not lines[-1]:
+                if await self._process.wait() < 0:  # killed: the next episode starts another
+                    return
                 self._failure = ConfigError(
                     f"environment.target: {target!r} cannot be imported in its process",
                     got=b"".join(lines[-4:]).decode(errors="replace").strip(),

@@ -288,7 +288,11 @@ def _parsed(body: bytes) -> dict[str, Any]:
         text = body.decode("utf-8-sig")
         value = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
         if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()  # refuses half of a pair
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RefusedError(
+            "the body has half of a surrogate pair, which is not text", code="invalid_json"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise RefusedError(
             f"the body is not JSON: {str(error)[:200]}", code="invalid_json"
