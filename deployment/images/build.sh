@@ -3,7 +3,7 @@
 #   deployment/images/build.sh [--missing] [light|laptop|generation|training]... [-- OPTION...]
 # --missing leaves out what the registry has, and pushes what this machine has: a name stands for one content.
 # arguments.txt names the image that they begin with, and what else is another than in their Dockerfiles.
-# DEBIAN_MIRROR, PIP_INDEX_URL and the folder site/ say where packages come from (docs/cluster-setup.md).
+# DEBIAN_MIRROR, PIP_INDEX_URL and the folder site/ say where packages come from (docs/docker.md).
 # Options after `--` are those of the program that builds: NEMO_RL_BUILDER, else docker, else podman.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/../.."

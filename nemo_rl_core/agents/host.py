@@ -1,10 +1,10 @@
-"""Process that plays the episodes of agents: `host.py [module:function]`.
+"""Process that starts agents: `host.py [module:function]`.
 
-Each message on its standard input, a socket, brings the socket of an episode. The host forks a
-guard per episode, and the guard the agent: a function, whose module the host has imported, or a
-program. Forks take milliseconds, and imports often a second. All processes that an agent starts end
-with it, since orphans become children of the guard. A run that is killed closes its sockets, which
-ends its agents and the host.
+Its standard input is a socket, over which the run sends one socket per episode. For each, the host
+forks a guard, and the guard forks the agent: a function of a module that the host has imported, or
+a program. A fork takes milliseconds; imports often take a second. Orphans of an agent become
+children of its guard, which kills them when the agent ends. If the run is killed, its sockets
+close, which ends agents and host.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The process of an agent: what it gets, and how it ended."""
+"""The host of agents as the run sees it, and what an agent gets."""
 
 import asyncio
 import json
@@ -109,9 +109,9 @@ class AgentHost:
             "variables": dict(variables),
             "timeout_seconds": self._config.episode_timeout_seconds,
         }
-        episode, of_guard = socket.socketpair()
-        with of_guard:
-            await self._send(of_guard)
+        episode, guard_end = socket.socketpair()
+        with guard_end:
+            await self._send(guard_end)
         reader, writer = await asyncio.open_unix_connection(sock=episode)
         try:
             writer.write(json.dumps(request).encode() + b"\n")
@@ -125,7 +125,7 @@ class AgentHost:
             writer.close()
         return ProcessResult(*json.loads(result)) if result else _KILLED
 
-    async def _send(self, of_guard: socket.socket) -> None:
+    async def _send(self, guard_end: socket.socket) -> None:
         """Sends the socket of an episode to the host, which is started if there is none."""
         async with self._starting:
             if self._failure is not None:
@@ -136,7 +136,7 @@ class AgentHost:
             assert self._episodes is not None
             while True:
                 try:
-                    socket.send_fds(self._episodes, [b"e"], [of_guard.fileno()])
+                    socket.send_fds(self._episodes, [b"e"], [guard_end.fileno()])
                     return
                 except BlockingIOError:  # the host has many others to fork
                     await asyncio.sleep(0.01)
@@ -148,13 +148,13 @@ class AgentHost:
 
     async def _start(self) -> None:
         target = self._config.target
-        self._episodes, of_host = socket.socketpair()
+        self._episodes, host_end = socket.socketpair()
         self._episodes.setblocking(False)
-        with of_host:
+        with host_end:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, *(["-I", "-S"] if target is None else ["-P"]), str(_HOST)),
                 *([] if target is None else [target]),
-                stdin=of_host.fileno(),
+                stdin=host_end.fileno(),
                 stdout=PIPE,
                 stderr=STDOUT,
                 env=variables_of(self._config),

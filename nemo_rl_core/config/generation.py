@@ -173,8 +173,9 @@ class VllmGenerationConfig(SplitEngine):
         skip_tokenizer_init: Starts without a tokenizer, and so without stop strings.
         engine_options: Further options of vLLM (fields of its `EngineArgs`), passed unchanged, such
             as `{speculative_config: {method: ngram, num_speculative_tokens: 4}}`. Options that a
-            key sets or that the project relies on are refused. The gate compares what the engine
-            samples with the trainer, whatever the options.
+            key sets or that the project relies on are refused. The gate compares the
+            engine's logprobs of sampled tokens with the trainer's, whatever the options; it does
+            not check how tokens are drawn.
     """
 
     backend: Literal["vllm"] = "vllm"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from nemo_rl_core import train
 from nemo_rl_core.config.generated_data import GuessNumberData
 from nemo_rl_core.config.model import ModelFromConfig
 from nemo_rl_core.data.datasets.generated import guess_number_rows
@@ -22,8 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("session")]
 
 def trained(**options: Any) -> TrainResult:
     data = GuessNumberData(max_number=15, num_train=24, num_validation=8)
-    train, _ = guess_number_rows(data, seed=0)
-    rows = [{**row, "metadata": json.loads(row["metadata"])} for row in train]
+    games, _ = guess_number_rows(data, seed=0)
+    rows = [{**row, "metadata": json.loads(row["metadata"])} for row in games]
     game = {
         "model": ModelFromConfig(num_layers=1),
         "dataset": rows,

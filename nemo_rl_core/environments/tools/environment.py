@@ -44,6 +44,7 @@ from nemo_rl_core.environments.tools.calling import (
     misfit,
     name_of,
 )
+from nemo_rl_core.environments.tools.mcp_source import is_call_of_server
 from nemo_rl_core.environments.tools.sources import ToolSource
 from nemo_rl_core.errors import NemoRLError, RewardError
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -234,8 +235,8 @@ class ToolEnvironment:
         # Broad on purpose: a tool may raise anything.
         except Exception as error:  # noqa: BLE001 (becomes the answer)
             if isinstance(error, TimeoutError) and timeout.expired():
-                if self._is_shared(name, function):
-                    self._replace_shared()  # a server may hang
+                if is_call_of_server(function) and self._is_shared(name, function):
+                    self._replace_shared()  # the server may hang
                 return f"error: no answer within {limit:g} s", "timeout"
             text = str(error) or type(error).__name__
             named = text if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

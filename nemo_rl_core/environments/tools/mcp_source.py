@@ -103,6 +103,11 @@ class McpSource:
         return schemas
 
 
+def is_call_of_server(function: Function) -> bool:
+    """Whether a function of a tool calls an MCP server."""
+    return isinstance(function, partial) and function.func is _call
+
+
 def _schema(tool: "Tool") -> Schema:
     function = {
         "name": tool.name,

@@ -170,6 +170,7 @@ def test_grpo_on_remote_rows_matches_local_rows(
         trainer = trainer_class({"grpo": settings, "generation": {"max_new_tokens": 12}})
         trainer.policy, trainer.timer, trainer.step, trainer.sampler = policy, Timer(), 5, None
         trainer._loss = GRPOLossFn(trainer.config.loss)
+        trainer._may_update_once = policy.splits_steps and not trainer.config.has_kl_in_reward
         outcomes = with_outcomes(rows, trainer.config, max_new_tokens=12)
         batch = BatchedDataDict({**outcomes, "compared_mask": rows["sample_mask"]})
         once = trainer._updates_once(batch)

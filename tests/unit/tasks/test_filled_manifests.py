@@ -14,6 +14,7 @@ from tests.unit.tasks.test_deployment import DEPLOYMENT, VALUES, load
 
 ROOT = DEPLOYMENT.parent
 PAGE = (ROOT / "docs" / "cluster-setup.md").read_text()
+IMAGES_PAGE = (ROOT / "docs" / "docker.md").read_text()
 TEMPLATES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (DEPLOYMENT / "production").glob("*.yaml")
@@ -85,7 +86,7 @@ def test_images_have_as_many_packages_as_the_page_says() -> None:
         installed = pins(
             (DEPLOYMENT / "requirements" / lock).read_text(), without=frozenset(options[1::2])
         )
-        (row,) = re.findall(rf"^\| `{name}` \|.*\| (\d+), [^|]*\|$", PAGE, re.MULTILINE)
+        (row,) = re.findall(rf"^\| `{name}` \|.*\| (\d+), [^|]*\|$", IMAGES_PAGE, re.MULTILINE)
         assert int(row) == len(installed), name
 
 

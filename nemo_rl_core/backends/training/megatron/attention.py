@@ -163,6 +163,6 @@ def refuse_dense_rows(
                 got=f"{needed / 2**30:.0f} GiB for {num_rows} x {row_length} tokens in "
                 f"{kept_layers} of {num_layers} layers",
                 fix="set model.dtype: bfloat16, for which training.attention: auto keeps no "
-                "scores; install Transformer Engine (docs/cluster-setup.md); or lower "
+                "scores; install Transformer Engine (docs/docker.md); or lower "
                 "max_tokens_per_microbatch",
             )
