@@ -65,7 +65,7 @@ def test_an_agent_that_is_killed_is_a_failed_episode(
     result = play(fault)
     assert counts(result, "num_failed_rollouts") == counts(failed, "num_failed_rollouts")
     assert min(counts(result, "num_failed_rollouts")) > 0
-    assert ["exit code 247" in each for each in errors(result)] == [True] * len(errors(failed))
+    assert ["exit code -9" in each for each in errors(result)] == [True] * len(errors(failed))
     assert_equal_weights(result.folder, failed.folder)
 
 
