@@ -53,7 +53,7 @@ def serve(run: Callable[..., Any] | None) -> None:
             with socket.socket(fileno=received[0]) as episode:
                 if os.fork() == 0:
                     episodes.close()
-                    _end_after(partial(_guard, episode, run, Path(folder, f"{number:d}.json")))
+                    _end_after(partial(_answer, episode, run, Path(folder, f"{number:d}.json")))
 
 
 def _end_after(play: Callable[[], object]) -> None:
@@ -72,14 +72,27 @@ def _end_after(play: Callable[[], object]) -> None:
         os._exit(code)
 
 
-def _guard(episode: socket.socket, run: Callable[..., Any] | None, reward_file: Path) -> None:
-    """Plays an episode, kills its processes, and sends its `ProcessResult`."""
+def _answer(episode: socket.socket, run: Callable[..., Any] | None, reward_file: Path) -> None:
+    """Sends the `ProcessResult` of an episode; an error of its guard is one of the episode."""
+    try:
+        result = _guard(episode, run, reward_file)
+    # Broad on purpose: the run would wait for a guard that says nothing.
+    except Exception:  # noqa: BLE001 (shown in the error of the episode)
+        result = [1, "", traceback.format_exc(), ""]
+    with suppress(OSError):  # the run has gone
+        episode.sendall(json.dumps(result).encode())
+
+
+def _guard(
+    episode: socket.socket, run: Callable[..., Any] | None, reward_file: Path
+) -> list[int | str | None]:
+    """Plays an episode and kills its processes; returns the fields of its `ProcessResult`."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with episode.makefile() as lines:
         line = lines.readline()
     if not line:  # it was cancelled
-        return
+        return []
     request = json.loads(line)
     outputs = [os.pipe(), os.pipe()]
     guard, agent = os.getpid(), os.fork()
@@ -102,9 +115,7 @@ def _guard(episode: socket.socket, run: Callable[..., Any] | None, reward_file: 
             reward = file.read(_MAX_OUTPUT_BYTES)
         reward_file.unlink()
     output, errors = (each.decode(errors="replace") for each in tails.values())
-    result = [code if has_exited else None, output, errors, reward]
-    with suppress(OSError):  # the run has gone
-        episode.sendall(json.dumps(result).encode())
+    return [code if has_exited else None, output, errors, reward]
 
 
 def _play(
@@ -172,7 +183,8 @@ def _end_processes(agent: int) -> int:
         os.killpg(agent, signal.SIGKILL)
     os.kill(agent, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
-    with suppress(ChildProcessError):  # none is left
+    # None is left, or only those of another user.
+    with suppress(ChildProcessError, PermissionError):
         while True:
             if os.waitpid(-1, os.WNOHANG)[0]:
                 continue

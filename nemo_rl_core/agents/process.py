@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, STDOUT
@@ -89,6 +90,7 @@ class AgentHost:
         self._process: asyncio.subprocess.Process | None = None
         self._episodes: socket.socket | None = None
         self._failure: ConfigError | None = None
+        self._was_killed = False
 
     async def play(
         self, *, command: Sequence[str] = (), row: str, variables: Mapping[str, str]
@@ -115,7 +117,10 @@ class AgentHost:
         reader, writer = await asyncio.open_unix_connection(sock=episode)
         try:
             writer.write(json.dumps(request).encode() + b"\n")
-            result = await reader.read()
+            limit = self._config.episode_timeout_seconds + _END_SECONDS
+            result = await asyncio.wait_for(reader.read(), limit)
+        except TimeoutError:  # the guard hangs, too
+            return ProcessResult(None, "", "")
         except (BrokenPipeError, ConnectionResetError):  # the host was killed
             result = b""
         finally:
@@ -165,11 +170,14 @@ class AgentHost:
         while lines[-1] != b"ready\n":
             lines.append(await self._process.stdout.readline())
             if not lines[-1]:
-                if await self._process.wait() < 0:  # killed: the next episode starts another
+                code = await self._process.wait()
+                if code in _KILLS and not self._was_killed:  # the next episode starts another
+                    self._was_killed = True
                     return
                 self._failure = ConfigError(
                     f"environment.target: {target!r} cannot be imported in its process",
-                    got=b"".join(lines[-4:]).decode(errors="replace").strip(),
+                    got=b"".join(lines[-4:]).decode(errors="replace").strip()
+                    or f"exit code {code}",
                     fix="correct the module; it gets only the variables in environment.variables",
                 )
                 raise self._failure
@@ -186,4 +194,5 @@ class AgentHost:
             await self._process.wait()
 
 
+_KILLS = (-signal.SIGKILL, -signal.SIGTERM)
 _KILLED = ProcessResult(1, "", "the process that plays the agent was killed")

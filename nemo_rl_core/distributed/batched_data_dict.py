@@ -161,12 +161,13 @@ class RemoteRows:
     def fetched(self) -> dict[str, Any]:
         """Reads the rows: tensors padded on the right with 0, and lists, by column.
 
-        A column that some blocks lack is left out: failed rollouts may have one that no other has.
+        `weight_versions` is left out if some blocks lack it: failed rollouts always have it.
         """
         rows = self.compact()
         blocks = read_blocks(rows.references)
-        shared = [name for name in blocks[0] if all(name in each for each in blocks)]
-        names = shared if self.column is None else [self.column]
+        names = list(blocks[0]) if self.column is None else [self.column]
+        if not all("weight_versions" in each for each in blocks):
+            names = [name for name in names if name != "weight_versions"]
         return {name: _joined([each[name] for each in blocks], rows) for name in names}
 
 

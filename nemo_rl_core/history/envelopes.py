@@ -335,32 +335,43 @@ def _read_short(
     database: sqlite3.Connection, node: int, names: Sequence[str], axis: str, most: int
 ) -> dict[str, Envelope]:
     """Reads the curves of a node with few values; leaves out those with missing values."""
-    ends = next(filter(None, (_ends(database, node, name, None) for name in names)), None)
-    if ends is None or (ends[1] - ends[0] + 1) * len(names) > _MOST_VALUES:
+    values = f"FROM metrics WHERE node = ? AND name IN ({', '.join('?' * len(names))})"
+    few = f"SELECT count(*) FROM (SELECT 1 {values} LIMIT {_MOST_VALUES + 1})"
+    if database.execute(few, (node, *names)).fetchone()[0] > _MOST_VALUES:
         return {}
-    width = _width(ends[1] - ends[0] + 1, most)
-    lows, highs = (
-        database.execute(
-            _BUCKETS_OF_NODE.format(width=width, end=end, names=", ".join("?" * len(names))),
-            (node, axis, node, *names),
-        ).fetchall()
-        for end in ("min", "max")
-    )
+    firsts: dict[str, int] = {}
+    by_width: dict[int, list[str]] = {}
+    ends = f"SELECT name, min(step), max(step) {values} GROUP BY name"
+    for name, *steps in database.execute(ends, (node, *names)):
+        if not all(isinstance(each, int) for each in steps):
+            raise damaged_metric(name, steps)
+        firsts[name] = steps[0]
+        by_width.setdefault(_width(steps[1] - steps[0] + 1, most), []).append(name)
     envelopes: dict[str, Envelope] = {}
     missing = set()
-    for low, high in zip(lows, highs, strict=True):
-        name, number, step, _, num_values, num_finite, total, _ = low
-        _check(name, low[3], high[3])
-        if num_finite < num_values or not math.isfinite(total) or not isinstance(step, int):
-            missing.add(name)
-            continue
-        lowest, highest = (
-            CurvePoint((at if isinstance(at, float) else math.nan) if axis else step, step, value)
-            for _, _, step, value, _, _, _, at in (low, high)
+    for width, alike in by_width.items():
+        lows, highs = (
+            database.execute(
+                _BUCKETS_OF_NODE.format(width=width, end=end, names=", ".join("?" * len(alike))),
+                (node, axis, node, *alike),
+            ).fetchall()
+            for end in ("min", "max")
         )
-        begin = max(ends[0], number * width)
-        bucket = Bucket(begin, lowest, highest, num_values, 0, total)
-        envelopes.setdefault(name, []).append(bucket)
+        for low, high in zip(lows, highs, strict=True):
+            name, number, step, _, num_values, num_finite, total, _ = low
+            _check(name, low[3], high[3])
+            if num_finite < num_values or not math.isfinite(total) or not isinstance(step, int):
+                missing.add(name)
+                continue
+            lowest, highest = (
+                CurvePoint(
+                    (at if isinstance(at, float) else math.nan) if axis else step, step, value
+                )
+                for _, _, step, value, _, _, _, at in (low, high)
+            )
+            begin = max(firsts[name], number * width)
+            bucket = Bucket(begin, lowest, highest, num_values, 0, total)
+            envelopes.setdefault(name, []).append(bucket)
     return {name: each for name, each in envelopes.items() if name not in missing}
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -182,6 +183,18 @@ def test_a_function_that_fails_shows_why(tmp_path: Path, monkeypatch: pytest.Mon
     assert [each.exit_code for each in play_function("{}")[0]] == [-9, -9, -9]
     (tmp_path / "my_agent.py").write_text("import no_such_module")
     with pytest.raises(ConfigError, match="No module named 'no_such_module'"):
+        play_function("{}")
+
+
+@pytest.mark.parametrize(("number", "shown"), [(signal.SIGILL, "no AVX"), (signal.SIGKILL, "-9")])
+def test_a_module_whose_import_ends_the_process_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, shown: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "no AVX" if number == signal.SIGILL else ""
+    code = f"import os\nprint({text!r}, end='', flush=True)\nos.kill(os.getpid(), {number:d})"
+    (tmp_path / "my_agent.py").write_text(code)
+    with pytest.raises(ConfigError, match=shown):
         play_function("{}")
 
 

@@ -164,6 +164,8 @@ def test_curves_of_a_short_node_equal_those_read_one_by_one(
         values = {step: round(draw.random(), 1) for step in range(5, 5 + num_steps)}
         odd = {"nan": {5 + num_steps // 2: math.nan}, "inf": {5: math.inf}}
         log(writer, node, values | odd[name] if name in odd else values, name)
+    names.insert(0, "Sparse")  # sorts first, and has other steps
+    log(writer, node, {4 + num_steps: 1.0}, "Sparse")
     writer.end_node(node, NodeEnd("succeeded"))
     together = history.envelopes(node, [*names, "unknown"], axis=axis, most=8)
     with History(store) as other:
