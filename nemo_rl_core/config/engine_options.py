@@ -47,12 +47,12 @@ def refuse_engine_options(options: Mapping[str, Any]) -> None:
             got=", ".join(owned),
             fix="; ".join(f"{name}: {OWNED[name]}" for name in owned),
         )
-    known = vllm_options() if options else ()
-    if known and (unknown := [name for name in options if name not in known]):
+    available = vllm_options() if options else ()
+    if available and (unknown := [name for name in options if name not in available]):
         raise unknown_names(
             "generation.engine_options: vLLM has no option",
             unknown,
-            known,
+            available,
             expected="fields of vllm.engine.arg_utils.EngineArgs, such as speculative_config",
             otherwise="see `vllm serve --help=all`; write its options with underscores",
         )
