@@ -175,10 +175,9 @@ ALLOWED = {
         "store.work / name": LISTED,
     },
     "tasks/cli/records/names.py": {
-        "store.artifacts / name": USER,
+        "Store.default().artifacts / name": USER,
     },
     "tasks/cli/recipe/recipe_pipeline.py": {
-        "RECIPES / f'{named}.yaml'": USER,
         "RECIPES / f'{recipe}.yaml'": USER,
     },
     "tasks/cli/recipe/run.py": {
